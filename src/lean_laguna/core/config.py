@@ -1,0 +1,136 @@
+"""Configuration of the engine and of speculation: frozen, strict about unknown keys, resolved once.
+
+Model architectures are described in ``model_config`` and ``drafter_config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lean_laguna.core.errors import ConfigError, reject_unknown
+
+SpeculativeMethod = Literal["dflash"]
+DraftLength = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Which drafter proposes tokens and how many, with the keys of vLLM's ``--speculative-config``.
+
+    Attributes:
+        model: Checkpoint folder or catalog name of the drafter.
+        method: How it drafts; None reads it from the drafter's own config.
+        num_speculative_tokens: Draft tokens per step, 0 (off) to the drafter's limit, or "auto": chosen while
+            running from measured step times and acceptance, off included.
+    """
+
+    model: str
+    method: SpeculativeMethod | None = None
+    num_speculative_tokens: DraftLength = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse wrong values.
+
+        Raises:
+            ConfigError: Names the key, the value and what is accepted.
+        """
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"speculative config: 'model' must name a drafter, found {self.model!r}")
+        if self.method not in (None, "dflash"):
+            raise ConfigError(f"speculative config: 'method' must be 'dflash', found {self.method!r}")
+        k = self.num_speculative_tokens
+        if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
+            raise ConfigError(
+                f"speculative config: 'num_speculative_tokens' must be a count from 0 or 'auto', found {k!r}"
+            )
+
+    @classmethod
+    def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
+        """Accept a mapping, a JSON object as text, a config or None.
+
+        Raises:
+            ConfigError: On malformed JSON, an unknown key or a wrong value.
+        """
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"speculative config: not valid JSON ({error}); found {given!r}") from None
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                'speculative config: must be a JSON object such as {"model": "nano-dflash", '
+                f'"num_speculative_tokens": 7}}, found {given!r}'
+            )
+        reject_unknown(given, (f.name for f in dataclasses.fields(cls)), "speculative config")
+        if "model" not in given:
+            raise ConfigError("speculative config: key 'model' is missing; it names the drafter")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that fixes what an engine computes and how much it holds; printed with every result.
+
+    Attributes:
+        model: Checkpoint folder or catalog name of the target.
+        speculative: The drafter, or None.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        dtype: ``auto`` (float32 on a CPU, bfloat16 on a GPU), ``float32`` or ``bfloat16``.
+        max_model_len: Longest prompt plus output in tokens; None takes the checkpoint's limit.
+        max_num_seqs: Requests decoded at once, at least 1.
+        prefill_chunk_size: Prompt tokens computed per step; chunks start at absolute multiples of it.
+        kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
+        kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length requests,
+            at most a quarter of the memory that is free.
+        enable_prefix_caching: Keep the KV pages, and the drafter's context, of prompts for later requests.
+        attention_factor: Overrides the YaRN attention factor of the checkpoint's full-attention layers.
+        seed: Seeds requests that bring no seed of their own; None draws one.
+    """
+
+    model: str = "nano"
+    speculative: SpeculativeConfig | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    prefill_chunk_size: int = 256
+    kv_block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    attention_factor: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            ConfigError: Names the field, the value and what is accepted.
+        """
+        for name, accepted in (("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "float32", "bfloat16"))):
+            if getattr(self, name) not in accepted:
+                raise ConfigError(f"{name} must be one of {', '.join(accepted)}, found {getattr(self, name)!r}")
+        for name in ("max_model_len", "max_num_seqs", "prefill_chunk_size", "kv_block_size", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive whole number, found {value!r}")
+        if self.prefill_chunk_size % self.kv_block_size:
+            raise ConfigError(
+                f"prefill_chunk_size ({self.prefill_chunk_size}) must be a multiple of kv_block_size "
+                f"({self.kv_block_size})"
+            )
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], where: str = "engine config") -> EngineConfig:
+        """Build from a mapping, strict about unknown keys.
+
+        Raises:
+            ConfigError: On an unknown key or a wrong value.
+        """
+        reject_unknown(given, (f.name for f in dataclasses.fields(cls)), where)
+        return cls(**{**given, "speculative": SpeculativeConfig.parse(given.get("speculative"))})
