@@ -1,0 +1,113 @@
+"""Files written whole or not at all, and files identified by what they hold.
+
+Nothing here knows what a checkpoint or a result is; ``provenance`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lean_laguna.core.errors import ConfigError
+
+HASH_CHUNK_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a binary file that takes the place of ``path`` only when the block ends without an exception.
+
+    The data is written beside ``path`` and renamed over it, so a reader sees the old file or the new one, and
+    an interrupt leaves neither a half-written file nor a temporary one.
+
+    Raises:
+        ConfigError: The folder is missing or cannot be written to.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files for the owner alone; results are for everyone
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to ``path``, whole or not at all.
+
+    Raises:
+        ConfigError: As for ``atomic_writer``.
+    """
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8 to ``path``, whole or not at all.
+
+    Raises:
+        ConfigError: As for ``atomic_writer``.
+    """
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write ``value`` as indented JSON to ``path``, whole or not at all; infinities and NaN are refused.
+
+    Raises:
+        ConfigError: As for ``atomic_writer``.
+        ValueError: The value holds a number that JSON cannot.
+    """
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse an output path that could not be written, before the work that it is for.
+
+    Raises:
+        ConfigError: The path is a folder, its folder is missing, or it cannot be written to.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot write {target}: the folder {target.parent} does not exist")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"cannot write {target}: no permission to write in {target.parent}")
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file's bytes as 64 hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """Return the SHA-256 of a text's UTF-8 bytes as 64 hex digits."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

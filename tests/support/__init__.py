@@ -1,0 +1,1 @@
+"""What several tests build on: small tokenizers, templates, checkpoints."""

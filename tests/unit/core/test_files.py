@@ -1,0 +1,65 @@
+import hashlib
+import os
+
+import pytest
+
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import (
+    atomic_write_json,
+    atomic_write_text,
+    atomic_writer,
+    require_writable,
+    sha256_file,
+    sha256_text,
+)
+
+
+def test_a_file_is_written_whole(tmp_path):
+    atomic_write_text(tmp_path / "a", "é\n")
+    assert (tmp_path / "a").read_bytes() == "é\n".encode()
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_leaves_the_old_file_and_no_other(tmp_path, interrupt):
+    atomic_write_text(tmp_path / "a", "old")
+
+    def write():
+        with atomic_writer(tmp_path / "a") as file:
+            file.write(b"half")
+            raise interrupt
+
+    with pytest.raises(interrupt):
+        write()
+    assert (tmp_path / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        atomic_write_json(tmp_path / "a", {"x": float("nan")})
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_output_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="it is a folder"):
+        require_writable(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        require_writable(tmp_path / "no" / "a")
+    with pytest.raises(ConfigError, match="cannot write"):
+        atomic_write_text(tmp_path / "no" / "a", "")
+    require_writable(tmp_path / "a")
+
+
+def test_hashes_are_those_of_the_bytes(tmp_path):
+    data = b"x" * (3 << 20)
+    (tmp_path / "a").write_bytes(data)
+    assert sha256_file(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+    assert sha256_text("é") == hashlib.sha256("é".encode()).hexdigest()
