@@ -1,0 +1,269 @@
+"""What a DFlash drafter is: the frozen configuration behind all three checkpoint formats.
+
+How each format spells it is in ``drafter_formats``; the network is ``models.dflash``.
+Source: formats.md section 5 of the design notes; vLLM 0.33 laguna_dflash.py, z-lab dflash 0.1.0, speculators 0.9.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lean_laguna.core.drafter_formats import Fields, parse_laguna, parse_speculators, parse_zlab
+from lean_laguna.core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from lean_laguna.core.model_config import Gating, LagunaConfig
+    from lean_laguna.core.rope_config import RopeConfig
+
+DrafterFormat = Literal["laguna", "z-lab", "speculators"]
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The shape and the drafting rules of one DFlash drafter; immutable, whatever file it came from.
+
+    Attributes:
+        format: Where it was read from, and so how its tensors are named.
+        hidden_size: Width of the drafter, and of the target whose embedding and lm_head it shares.
+        num_hidden_layers: Draft layers.
+        num_attention_heads: Query heads, the same in every layer.
+        num_key_value_heads: Key/value heads.
+        head_dim: Size of one head.
+        intermediate_size: Width of the feed-forward.
+        layer_windows: Per layer, the keys a query sees counting itself (k > q - window), or None for all.
+        layer_causal: Per layer, True where a block row sees only itself and earlier block rows.
+        draft_block_size: Slots of a block, the anchor's included.
+        target_layer_ids: 0-based target layers whose raw residual output feeds the drafter, in order.
+        num_target_layers: Layers of the target it was trained for, or None where the file does not say.
+        mask_token_id: Token whose embedding fills the slots to predict.
+        rope: Rotary embedding of every layer.
+        gating: Softplus output gate of the attention: ``per-head``, ``per-element`` or ``off``.
+        has_aux_norms: Each tap has its own RMSNorm before the projection.
+        norm_context: Each layer applies its input_layernorm to the context too.
+        vocab_size: Words of the target.
+        draft_vocab_size: Words the drafter can propose; below ``vocab_size`` it brings its own lm_head and map.
+        max_position_embeddings: Positions it can stand on; drafting stops there, serving does not.
+        rms_norm_eps: Epsilon of every RMSNorm.
+    """
+
+    format: DrafterFormat
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    layer_windows: tuple[int | None, ...]
+    layer_causal: tuple[bool, ...]
+    draft_block_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    mask_token_id: int
+    rope: RopeConfig
+    gating: Gating
+    has_aux_norms: bool
+    norm_context: bool
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens one block can hold: its slots without the anchor's."""
+        return self.draft_block_size - 1
+
+    @property
+    def causal(self) -> bool:
+        """True where no row depends on later ones, so a shorter block gives the same rows."""
+        return all(self.layer_causal)
+
+    @property
+    def window(self) -> int | None:
+        """Window of the sliding layers, or None where there are none."""
+        return next((window for window in self.layer_windows if window is not None), None)
+
+    @property
+    def has_own_lm_head(self) -> bool:
+        """True where the drafter proposes from a vocabulary of its own."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], where: str = "drafter config") -> DFlashConfig:
+        """Read a config.json of any of the three formats.
+
+        Raises:
+            CheckpointError: It describes a target, or a drafter of another kind.
+            ConfigError: A value is missing or wrong; the message names it and what is accepted.
+        """
+        fmt = detect_format(given, where)
+        parse = {"laguna": parse_laguna, "z-lab": parse_zlab, "speculators": parse_speculators}[fmt]
+        config = cls(format=fmt, **parse(Fields(given, where)))
+        config._check(where)
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> DFlashConfig:
+        """Read ``config.json``, given itself or its folder.
+
+        Raises:
+            CheckpointError: No such file, not JSON, or not a DFlash drafter.
+            ConfigError: A value is missing or wrong.
+        """
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{file}: no such file; a drafter folder holds config.json and safetensors"
+            ) from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{file}: not valid JSON ({error})") from None
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"{file}: must hold a JSON object, found {type(given).__name__}")
+        return cls.from_dict(given, str(file))
+
+    def _check(self, where: str) -> None:
+        """Refuse what the network could not be built from."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{where}: 'num_attention_heads' ({self.num_attention_heads}) must be a multiple of "
+                f"'num_key_value_heads' ({self.num_key_value_heads})"
+            )
+        if self.draft_block_size < 2:
+            raise ConfigError(f"{where}: 'block_size' must be at least 2 (anchor and one mask), found 1")
+        taps = self.target_layer_ids
+        if min(taps) < 0 or len(set(taps)) != len(taps):
+            raise ConfigError(
+                f"{where}: 'target_layer_ids' must be distinct layers from 0, found {list(taps)}"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"{where}: 'mask_token_id' must be below vocab_size ({self.vocab_size}), found {self.mask_token_id}"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"{where}: 'draft_vocab_size' must be at most vocab_size ({self.vocab_size}), found "
+                f"{self.draft_vocab_size}"
+            )
+
+    def check_target(self, target: LagunaConfig, where: str = "drafter") -> None:
+        """Refuse to draft for a target this drafter was not made for; acceptance would silently be zero.
+
+        Raises:
+            ConfigError: Names the field, the drafter's value and the value that the target needs.
+        """
+        for name in ("hidden_size", "vocab_size"):
+            mine, expected = getattr(self, name), getattr(target, name)
+            if mine != expected:
+                raise ConfigError(
+                    f"{where}: '{name}' is {mine}, but the target's is {expected}; not made for this target"
+                )
+        depth = target.num_hidden_layers
+        if self.num_target_layers is not None and self.num_target_layers != depth:
+            raise ConfigError(
+                f"{where}: 'num_target_layers' is {self.num_target_layers}, but the target has {depth} layers; "
+                "not made for this target"
+            )
+        if max(self.target_layer_ids) >= depth:
+            raise ConfigError(
+                f"{where}: 'target_layer_ids' {list(self.target_layer_ids)} must lie in 0..{depth - 1}: the target has "
+                f"{depth} layers"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write the config.json of a Laguna native drafter, every flag explicit so that no engine guesses.
+
+        Raises:
+            ConfigError: This drafter computes something the Laguna format cannot say.
+        """
+        self._check_laguna()
+        layer_type = "full_attention" if self.window is None else "sliding_attention"
+        written: dict[str, Any] = {
+            "architectures": ["DFlashLagunaForCausalLM"],
+            "model_type": "laguna",
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_attention_heads_per_layer": [self.num_attention_heads] * self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "gating": False if self.gating == "off" else self.gating,
+            "layer_types": [layer_type] * self.num_hidden_layers,
+            "mlp_layer_types": ["dense"] * self.num_hidden_layers,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope.rope_theta,
+            "rope_parameters": {layer_type: self.rope.to_dict()},
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "tie_word_embeddings": False,
+            "block_size": self.draft_block_size,
+            "dflash_config": {
+                "target_layer_ids": list(self.target_layer_ids),
+                "mask_token_id": self.mask_token_id,
+                "causal": self.causal,
+            },
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.target_layer_ids],
+        }
+        if self.window is not None:
+            written["sliding_window"] = self.window
+            written["sliding_windows"] = [self.window] * self.num_hidden_layers
+        if self.num_target_layers is not None:
+            written["num_target_layers"] = self.num_target_layers
+        return written
+
+    def _check_laguna(self) -> None:
+        reasons = [
+            (len(set(self.layer_windows)) > 1, "its layers are not all full or all sliding with one window"),
+            (len(set(self.layer_causal)) > 1, "its layers are not all causal or all bidirectional"),
+            (not self.has_aux_norms, "it has no norm per tapped layer (aux_hidden_norms)"),
+            (not self.norm_context, "its layers do not norm the context"),
+            (self.has_own_lm_head, "it has a vocabulary of its own"),
+        ]
+        for holds, reason in reasons:
+            if holds:
+                raise ConfigError(
+                    f"this drafter ({self.format} format) cannot be written as Laguna native: {reason}"
+                )
+
+
+def is_drafter_config(given: Mapping[str, Any]) -> bool:
+    """Return True for the config.json of any drafter, served beside a target and never on its own."""
+    names = " ".join(str(name) for name in given.get("architectures") or ())
+    marked = any(given.get(key) is not None for key in ("dflash_config", "speculators_model_type"))
+    return marked or any(word in names for word in ("DFlash", "DSpark", "Eagle", "Speculator"))
+
+
+def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
+    """Tell the three formats apart.
+
+    Raises:
+        CheckpointError: It describes a target, or a drafter of another kind.
+    """
+    names = [str(name) for name in given.get("architectures") or ()]
+    kind = given.get("speculators_model_type")
+    if kind is not None:
+        if kind != "dflash":
+            raise CheckpointError(f"{where}: 'speculators_model_type' must be 'dflash', found {kind!r}")
+        return "speculators"
+    for name in names:
+        if "DSpark" in name or "DFlash2" in name or "Eagle" in name or name.startswith("Qwen3DFlash"):
+            raise CheckpointError(
+                f"{where}: architecture {name} is another kind of drafter; expected DFlash in the Laguna, z-lab or "
+                "speculators format"
+            )
+    if not is_drafter_config(given):
+        raise CheckpointError(
+            f"{where}: this is a target ({', '.join(names) or given.get('model_type', 'no architecture named')}), not a "
+            "drafter; pass it as the model and a DFlash drafter as the speculative model"
+        )
+    is_laguna = given.get("model_type") == "laguna" or any("Laguna" in name for name in names)
+    return "laguna" if is_laguna else "z-lab"
