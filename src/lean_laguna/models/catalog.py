@@ -78,8 +78,8 @@ def resolve_model(name: str | os.PathLike[str]) -> Path:
     if os.sep in text:
         raise CheckpointError(f"{path}: no such folder")
     raise CheckpointError(
-        f"unknown model '{text}'{nearest(text, BUILT_IN)} (a model is a built-in name, a checkpoint folder, or "
-        "the id of a downloaded repository such as poolside/Laguna-XS.2)"
+        f"unknown model '{text}'{nearest(text, BUILT_IN)} (a model is a built-in name, a checkpoint folder, "
+        "or the id of a downloaded repository such as poolside/Laguna-XS.2)"
     )
 
 

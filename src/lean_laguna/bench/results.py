@@ -1,0 +1,83 @@
+"""Result files: one JSON object per run, with everything needed to believe it and to run it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lean_laguna.bench.rounds import Plan
+from lean_laguna.core.errors import DataError
+from lean_laguna.core.memory import peak_rss_bytes
+from lean_laguna.core.provenance import describe_run
+from lean_laguna.core.types import SamplingParams
+
+SCHEMA_VERSION = 1
+RunKind = Literal["ab", "sweep", "parity"]
+
+
+def describe(
+    kind: RunKind,
+    plan: Plan,
+    measured: Mapping[str, Any],
+    *,
+    engines: Mapping[str, Mapping[str, Any]],
+    argv: list[str] | None = None,
+) -> dict[str, Any]:
+    """Return the content of a result file.
+
+    Args:
+        kind: What was run.
+        plan: Prompts, parameters, repeats.
+        measured: The run's own part.
+        engines: ``Backend.info()`` of each side.
+        argv: The command line; None takes this process's.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **describe_run(argv),
+        "engines": {name: dict(info) for name, info in engines.items()},
+        "prompts": {
+            "name": plan.prompts.name,
+            "num_prompts": len(plan.prompts.prompts),
+            "sha256": plan.prompts.sha256,
+        },
+        "sampling": changed_params(plan.params),
+        "seed": plan.seed,
+        "repeats": plan.repeats,
+        "warmup": plan.warmup,
+        "process_peak_rss_bytes": peak_rss_bytes(),
+        **measured,
+    }
+
+
+def changed_params(params: SamplingParams) -> dict[str, Any]:
+    """Return temperature, limit, and whatever else differs from the defaults."""
+    default = SamplingParams()
+    shown = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != getattr(default, field.name):
+            shown[field.name] = list(value) if isinstance(value, tuple) else value
+    return shown
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Read a result file back.
+
+    Raises:
+        DataError: The file is missing, not a result file, or of another schema version.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: not a result file: {error}") from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise DataError(f"{path}: not a result file of schema version {SCHEMA_VERSION}, found {version!r}")
+    return dict(content)
