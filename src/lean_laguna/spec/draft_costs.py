@@ -1,0 +1,138 @@
+"""What the draft-length controller learns: how long steps take, and how many drafts are accepted.
+
+Medians and decayed counts of what was observed; no clock and no randomness, so the same observations give the
+same estimates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+_WINDOW = 9  # observations a median looks back on: five slow steps in a row move it, four do not
+_GROWTH_PER_ROW = 0.1  # verification time added by a row where nothing else is known
+_DECAY = 0.97  # weight an accepted or rejected draft keeps when the next one comes: about 33 count
+_PRIOR_RATE = 0.75  # acceptance of the first draft before any was seen
+_PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
+
+
+class StepTimes:
+    """Times of decode steps by number of draft tokens, for one batch size and context length.
+
+    Attributes:
+        prior: Times under other conditions that lend their shape where this one has no observation.
+    """
+
+    def __init__(self, prior: StepTimes | None = None):
+        self.prior = prior
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        self._medians: dict[int, tuple[float, float]] = {}
+
+    def add(self, num_draft_tokens: int, draft_s: float, verify_s: float) -> None:
+        """Take one step's times in seconds."""
+        samples = self._samples.setdefault(num_draft_tokens, deque(maxlen=_WINDOW))
+        samples.append((draft_s, verify_s))
+        self._medians[num_draft_tokens] = (median(s[0] for s in samples), median(s[1] for s in samples))
+
+    def count(self, num_draft_tokens: int) -> int:
+        """Return how many observations the estimate rests on."""
+        return len(self._samples.get(num_draft_tokens, ()))
+
+    @property
+    def is_empty(self) -> bool:
+        """True before the first observation."""
+        return not self._medians
+
+    def estimate(self, num_draft_tokens: int) -> tuple[float, float]:
+        """Return seconds of drafting and of verification.
+
+        As measured; else the prior's, scaled to the nearest measured length; else on the line between the
+        measured lengths around it.
+        """
+        measured = self._medians.get(num_draft_tokens)
+        if measured is not None:
+            return measured
+        if self.prior is not None:
+            return self._scaled_prior(num_draft_tokens)
+        below = max((k for k in self._medians if k < num_draft_tokens), default=None)
+        above = min((k for k in self._medians if k > num_draft_tokens), default=None)
+        if below is not None and above is not None:
+            share = (num_draft_tokens - below) / (above - below)
+            low, high = self._medians[below], self._medians[above]
+            # A drafter's pass costs much the same at any length; only "no pass" is cheaper.
+            draft_s = high[0] if below == 0 else low[0] + share * (high[0] - low[0])
+            return draft_s, low[1] + share * (high[1] - low[1])
+        nearest = below if below is not None else above
+        assert nearest is not None, "no observation to estimate from"
+        draft_s, verify_s = self._medians[nearest]
+        growth = 1 + _GROWTH_PER_ROW * (num_draft_tokens - nearest)
+        return (draft_s if num_draft_tokens else 0.0), verify_s * max(growth, 0.5)
+
+    def _scaled_prior(self, num_draft_tokens: int) -> tuple[float, float]:
+        assert self.prior is not None
+        draft_s, verify_s = self.prior.estimate(num_draft_tokens)
+        if not self._medians:
+            return draft_s, verify_s
+        nearest = min(self._medians, key=lambda k: (abs(k - num_draft_tokens), k))
+        before = sum(self.prior.estimate(nearest))
+        scale = sum(self._medians[nearest]) / before if before > 0 else 1.0
+        return draft_s * scale, verify_s * scale
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return the medians: draft length to [draft_s, verify_s]."""
+        return {str(k): list(times) for k, times in sorted(self._medians.items())}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> StepTimes:
+        """Start from stored medians, each counting as one observation."""
+        times = cls()
+        for length, (draft_s, verify_s) in given.items():
+            times.add(int(length), float(draft_s), float(verify_s))
+        return times
+
+
+class AcceptanceRates:
+    """Probability that draft i is accepted once all before it were, from decayed counts of what happened."""
+
+    def __init__(self, max_draft_tokens: int):
+        self._accepted = [0.0] * max_draft_tokens
+        self._tried = [0.0] * max_draft_tokens
+
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Take one verified block: the accepted drafts, and the rejected one if there is one."""
+        for index in range(min(num_accepted_tokens + 1, num_draft_tokens)):
+            self._tried[index] = self._tried[index] * _DECAY + 1
+            self._accepted[index] = self._accepted[index] * _DECAY + (index < num_accepted_tokens)
+
+    def tokens_per_step(self) -> list[float]:
+        """Return the expected tokens of a step, bonus included, for 0, 1, 2, ... drafts.
+
+        A position is pulled towards the one before it, the first towards a constant, by two drafts' weight.
+        """
+        expected, reached, rate = [1.0], 1.0, _PRIOR_RATE
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            rate = (accepted + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
+            reached *= rate
+            expected.append(expected[-1] + reached)
+        return expected
+
+    def copy(self) -> AcceptanceRates:
+        """Return an estimate of its own with the same counts."""
+        twin = AcceptanceRates(len(self._tried))
+        twin._accepted, twin._tried = list(self._accepted), list(self._tried)
+        return twin
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return the decayed counts."""
+        return {"accepted": list(self._accepted), "tried": list(self._tried)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], max_draft_tokens: int) -> AcceptanceRates:
+        """Start from stored counts, cut or filled to the drafter's length."""
+        rates = cls(max_draft_tokens)
+        for mine, theirs in ((rates._accepted, given["accepted"]), (rates._tried, given["tried"])):
+            for index, value in enumerate(theirs[:max_draft_tokens]):
+                mine[index] = float(value)
+        return rates
