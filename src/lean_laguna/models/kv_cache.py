@@ -1,0 +1,91 @@
+"""KV pages of all layers, by group: layers of a group share block tables.
+
+Who owns which block is the engine's business (``engine.block_pool``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose pages have one shape and one lifetime.
+
+    Attributes:
+        name: ``full``, ``sliding``, ``draft_full`` or ``draft_sliding``.
+        num_layers: Layers in the group; 0 is allowed.
+        num_kv_heads: J.
+        head_dim: P.
+        window: Keys a layer sees, itself included; None sees all.
+    """
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def block_bytes(self, kv_block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers of the group."""
+        return self.num_layers * kv_block_size * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Storage of keys and values; block 0 of each group is the null block and stays zero.
+
+    A layer's storage is [num_blocks, kv_block_size, 2, J, P]: key and value of a token lie side by side, so one copy
+    writes both and one gather reads both.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        kv_block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        assert len(groups) == len(num_blocks), "one block count per group"
+        self.groups = tuple(groups)
+        self.num_blocks = tuple(num_blocks)
+        self.kv_block_size = kv_block_size
+        self.dtype = dtype
+        self._layers = [
+            [
+                torch.zeros(blocks, kv_block_size, 2, group.num_kv_heads, group.head_dim, dtype=dtype, device=device)
+                for _ in range(group.num_layers)
+            ]
+            for group, blocks in zip(self.groups, self.num_blocks, strict=True)
+        ]
+
+    def storage(self, group: int, layer: int) -> torch.Tensor:
+        """Storage of the group's ``layer``-th layer, [num_blocks, kv_block_size, 2, J, P]."""
+        return self._layers[group][layer]
+
+    def layer(self, group: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the group's ``layer``-th layer, each [num_blocks, kv_block_size, J, P], as views."""
+        storage = self._layers[group][layer]
+        return storage[:, :, 0], storage[:, :, 1]
+
+    def write(self, group: int, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store keys and values in place.
+
+        Args:
+            group: Index of the group.
+            layer: Index of the layer within its group.
+            slots: Flat slots [T] int64; those in the null block are dropped.
+            k: Keys [T, J, P].
+            v: Values [T, J, P].
+        """
+        self.write_rows(group, layer, slots, torch.stack((k, v), dim=1))
+
+    def write_rows(self, group: int, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store rows [T, 2, J, P] of keys and values at flat ``slots`` [T], in place; null slots are dropped."""
+        kept = slots >= self.kv_block_size
+        if not bool(kept.all()):
+            slots, kv = slots[kept], kv[kept]
+        self._layers[group][layer].view(-1, *kv.shape[1:]).index_copy_(0, slots, kv.to(self.dtype))
