@@ -64,10 +64,6 @@ class PrefixCache:
 
     Invariant: a block is held in its pool once per entry that lists it; a tail's chunk is present, and so
     are all chunks before it; a chunk is at least as recently used as those after it. Owned by the scheduler.
-
-    Attributes:
-        num_queried_tokens: Prompt tokens looked up so far.
-        num_hit_tokens: Of those, tokens found.
     """
 
     def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], chunk_size: int):
@@ -76,8 +72,6 @@ class PrefixCache:
         self._chunk_size = chunk_size
         self._chunks: Entries = OrderedDict()
         self._tails: Entries = OrderedDict()
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
         for group, pool in enumerate(self._pools):
             pool.reclaim = functools.partial(self._evict_for, group)
 
@@ -113,11 +107,6 @@ class PrefixCache:
             for group in range(len(self._pools))
         )
         return PrefixHit(num_found * self._chunk_size, kept)
-
-    def count(self, num_prompt_tokens: int, hit: PrefixHit | None) -> None:
-        """Record a look-up whose result was used."""
-        self.num_queried_tokens += num_prompt_tokens
-        self.num_hit_tokens += hit.num_tokens if hit else 0
 
     def insert(self, keys: Sequence[bytes], num_tokens: int, tables: Sequence[BlockTable]) -> None:
         """Keep the chunk that ends at ``num_tokens``; its KV is written and its window still held.

@@ -14,6 +14,7 @@ from lean_laguna.engine.block_pool import BlockPool
 from lean_laguna.engine.block_table import BlockTable, quota_blocks
 from lean_laguna.engine.prefix_cache import PrefixCache, PrefixHit
 from lean_laguna.engine.sequence import SequenceState
+from lean_laguna.models.kv_cache import KVGroup
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,44 @@ class Scheduler:
     allocation for a running sequence never fails.
 
     Attributes:
-        pools: One per KV group.
+        groups: The KV groups.
+        pools: One per group.
         prefix_cache: None where turned off.
         running: Admitted sequences, oldest first.
         waiting: Sequences not yet admitted, oldest first.
+        num_prompt_tokens: Prompt tokens of all sequences admitted so far.
+        num_cached_tokens: Of those, tokens taken from the prefix cache.
     """
 
     def __init__(
         self,
         limits: SchedulerLimits,
-        pools: Sequence[BlockPool],
-        windows: Sequence[int | None],
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
         *,
         enable_prefix_caching: bool,
     ):
+        """Start with every block free.
+
+        Args:
+            limits: What bounds a step.
+            groups: KV groups that have layers.
+            num_blocks: Per group, the null block included.
+            enable_prefix_caching: Keep the blocks of prompts for later sequences.
+        """
         self.limits = limits
-        self.pools = tuple(pools)
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(count) for count in num_blocks)
+        windows = [group.window for group in groups]
         self.prefix_cache = (
-            PrefixCache(pools, windows, limits.prefill_chunk_size) if enable_prefix_caching else None
+            PrefixCache(self.pools, windows, limits.prefill_chunk_size) if enable_prefix_caching else None
         )
         self.running: list[SequenceState] = []
         self.waiting: deque[SequenceState] = deque()
         self._windows = tuple(windows)
         self._num_reserved = [0] * len(self.pools)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self._in_flight: dict[bytes, SequenceState] = {}
 
     def quotas(self, total_positions: int) -> tuple[int, ...]:
@@ -210,8 +226,9 @@ class Scheduler:
             self._num_reserved[group] += quotas[group]
             if table.window is None:
                 table.extend(sequence.max_positions)
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_tokens += sequence.num_cached_tokens
         if self.prefix_cache is not None:
-            self.prefix_cache.count(sequence.num_prompt_tokens, hit)
             for key in sequence.prefix_keys[sequence.num_computed // self.limits.prefill_chunk_size :]:
                 self._in_flight.setdefault(key, sequence)
         self.running.append(sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lean_laguna.core.types import RequestOutput, RequestTimes, SamplingParams
+from lean_laguna.core.types import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lean_laguna.engine.block_table import BlockTable
 from lean_laguna.engine.output import Completion, TokenLogprobs
 from lean_laguna.spec.request import SamplingRequest
@@ -64,12 +64,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(
-                sequence.completion.snapshot(
-                    sequence.index, sequence.sampling.seed, sequence.speculation.stats()
-                )
-                for sequence in self.sequences
-            ),
+            outputs=tuple(sequence.snapshot() for sequence in self.sequences),
             finished=self.is_finished,
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             num_cached_tokens=self.sequences[0].num_cached_tokens,
@@ -94,7 +89,9 @@ class SequenceState:
         num_cached_tokens: Of those, positions taken from the prefix cache.
         tables: Per KV group, once admitted; empty before and after.
         quotas: Per KV group, the blocks set aside.
-        speculation: Counts of drafts and acceptance.
+        follows_engine: Whether the engine chooses its draft length, not the request.
+        wants_drafts: Whether there is a drafter and the request did not turn it off.
+        speculation: Counts of drafts and acceptance, where it wants drafts.
     """
 
     def __init__(
@@ -106,6 +103,7 @@ class SequenceState:
         *,
         max_positions: int,
         prefix_keys: Sequence[bytes] = (),
+        has_drafter: bool = False,
     ):
         self.request = request
         self.index = index
@@ -118,7 +116,14 @@ class SequenceState:
         self.num_cached_tokens = 0
         self.tables: tuple[BlockTable, ...] = ()
         self.quotas: tuple[int, ...] = ()
-        self.speculation = SpeculationCounter()
+        self.follows_engine = request.num_speculative_tokens is None
+        self.wants_drafts = has_drafter and request.num_speculative_tokens != 0
+        self.speculation = SpeculationCounter() if self.wants_drafts else None
+
+    def snapshot(self) -> CompletionOutput:
+        """Return everything said so far."""
+        counts = self.speculation.stats() if self.speculation is not None else None
+        return self.completion.snapshot(self.index, self.sampling.seed, counts)
 
     @property
     def is_admitted(self) -> bool:

@@ -4,11 +4,11 @@ import random
 import pytest
 
 from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.block_pool import BlockPool
 from lean_laguna.engine.output import Completion
 from lean_laguna.engine.prefix_cache import prefix_keys
 from lean_laguna.engine.scheduler import Scheduler, SchedulerLimits
 from lean_laguna.engine.sequence import RequestState, SequenceState
+from lean_laguna.models.kv_cache import KVGroup
 from lean_laguna.spec.request import SamplingRequest
 
 CHUNK, BLOCK, WINDOW = 8, 4, 8
@@ -24,8 +24,8 @@ class NoText:
 
 def make_scheduler(full=64, sliding=64, max_num_seqs=4, caching=True, max_draft_tokens=3):
     limits = SchedulerLimits(max_num_seqs, CHUNK, BLOCK, max_draft_tokens)
-    pools = [BlockPool(full + 1), BlockPool(sliding + 1)]
-    return Scheduler(limits, pools, [None, WINDOW], enable_prefix_caching=caching)
+    groups = [KVGroup("full", 1, 1, 4, None), KVGroup("sliding", 1, 1, 4, WINDOW)]
+    return Scheduler(limits, groups, [full + 1, sliding + 1], enable_prefix_caching=caching)
 
 
 _ids = itertools.count()

@@ -1,0 +1,322 @@
+"""The engine: requests in, tokens out, one step at a time; deterministic, and driven by the caller's thread.
+
+A step computes at most one budget of prompt chunks, and one round for every decoding sequence: draft, verify
+all drafts in one pass of the target, accept what equals the target's own tokens, commit. What a sequence
+emits depends on its request alone, not on drafts, neighbours, chunks or cached prefixes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lean_laguna.core.config import DraftLength, EngineConfig
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.intake import Intake, context_limit
+from lean_laguna.engine.kv_budget import kv_cache_for
+from lean_laguna.engine.logprobs import prompt_logprobs, with_text
+from lean_laguna.engine.model_runner import ComputedRows, ModelRunner, Run, Target
+from lean_laguna.engine.output import CompletionDelta
+from lean_laguna.engine.scheduler import PrefillChunk, Scheduler, SchedulerLimits
+from lean_laguna.engine.sequence import RequestState, SequenceState
+from lean_laguna.engine.statistics import EngineCounters, EngineStats
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.acceptance import accept
+from lean_laguna.spec.draft_length import DraftLengthController
+from lean_laguna.spec.noise import NoiseCache
+from lean_laguna.spec.proposer import Proposer
+from lean_laguna.spec.sampling import RowBlock, SampledRows, sample_rows
+
+
+class LLMEngine:
+    """Owns scheduler, KV cache and requests; not for use from several threads at once.
+
+    Attributes:
+        config: As given.
+        tokenizer: The target's.
+        target: The model served.
+        proposer: The drafter, or None.
+        max_model_len: Longest prompt plus output, tokens.
+        scheduler: Queue, block pools, prefix cache.
+        controller: Chooses the draft length; None without a drafter.
+        kv_bytes: Bytes set aside for keys and values.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        proposer: Proposer | None = None,
+        config: EngineConfig | None = None,
+        *,
+        num_speculative_tokens: DraftLength | None = None,
+    ):
+        """Set the KV cache aside and start empty.
+
+        Args:
+            target: The model served, its weights where they shall be used.
+            tokenizer: The target's tokenizer.
+            proposer: The drafter, or None.
+            config: Limits and sizes; its checkpoint names, device and dtype were used to make the parts.
+            num_speculative_tokens: Draft tokens per step or "auto"; None reads the configuration.
+
+        Raises:
+            ConfigError: A limit is beyond the checkpoint's, or the KV cache does not fit.
+        """
+        self.config = config = config or EngineConfig()
+        self.tokenizer, self.target, self.proposer = tokenizer, target, proposer
+        self.max_model_len = context_limit(config, target.config.max_position_embeddings)
+        limits = SchedulerLimits(
+            config.max_num_seqs,
+            config.prefill_chunk_size,
+            config.kv_block_size,
+            proposer.max_draft_tokens if proposer is not None else 0,
+        )
+        if num_speculative_tokens is None:
+            num_speculative_tokens = (
+                config.speculative.num_speculative_tokens if config.speculative else "auto"
+            )
+        self.controller = (
+            DraftLengthController(limits.max_draft_tokens, num_speculative_tokens)
+            if proposer is not None
+            else None
+        )
+        weight = next(target.parameters())
+        groups = (*target.kv_groups(), *(proposer.kv_groups() if proposer is not None else ()))
+        kv_cache, budget = kv_cache_for(
+            groups, config, limits, self.max_model_len, weight.dtype, weight.device
+        )
+        self.kv_bytes = budget.total_bytes
+        used = [i for i, group in enumerate(groups) if group.num_layers]
+        self.scheduler = Scheduler(
+            limits,
+            [groups[i] for i in used],
+            [budget.num_blocks[i] for i in used],
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        vocab_size = target.config.vocab_size
+        self._noise = NoiseCache(vocab_size)
+        self._runner = ModelRunner(target, proposer, kv_cache, used, weight.device, self._noise)
+        self._intake = Intake(
+            tokenizer,
+            vocab_size,
+            self.max_model_len,
+            limits.max_draft_tokens if proposer is not None else None,
+            seed=config.seed,
+            prefix_chunk_size=config.prefill_chunk_size if config.enable_prefix_caching else None,
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._counters = EngineCounters()
+        self._context_len = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request is waiting or running."""
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> RequestState:
+        """Queue a request.
+
+        Args:
+            prompt_token_ids: At least one token.
+            params: How to sample.
+            prompt: The prompt's text, handed through to the output.
+            request_id: Unique among unfinished requests; None makes one.
+            num_speculative_tokens: Draft tokens per step for this request, 0 for none; None leaves it to the
+                engine.
+
+        Returns:
+            The request's state, which grows with each step; ``snapshot()`` reads it.
+
+        Raises:
+            RequestError: It can never be served: too long, a token outside the vocabulary, a taken id ...
+        """
+        request = self._intake.make(
+            prompt_token_ids,
+            params or SamplingParams(),
+            prompt,
+            request_id,
+            num_speculative_tokens,
+            taken=self._requests,
+        )
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        self._counters.num_requests += 1
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; what was said stays readable.
+
+        Returns:
+            False where no unfinished request has this id.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if sequence.completion.finish_reason is None:
+                sequence.completion.abort()
+                self.scheduler.remove(sequence)
+        self._counters.num_finished_requests += 1
+        return True
+
+    @torch.no_grad()
+    def step(self) -> list[CompletionDelta]:
+        """Compute one step and return what it added, completion by completion; empty if there is no work."""
+        plan = self.scheduler.schedule()
+        deltas: list[CompletionDelta] = []
+        if plan.prefill:
+            self._prefill(plan.prefill, deltas)
+        if plan.decode:
+            self._decode(plan.decode, deltas, is_alone=not plan.prefill)
+        assert plan.prefill or plan.decode or not self._requests, "requests wait and nothing runs"
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Return counts since the engine was made, and what is in use now."""
+        reason = self.controller.explain() if self.controller is not None else None
+        return self._counters.snapshot(self.scheduler, reason)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts."""
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.clear()
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], deltas: list[CompletionDelta]) -> None:
+        """Compute prompt chunks; those that end a prompt yield its first output token."""
+        start_s = time.perf_counter()
+        runs = []
+        for chunk in chunks:
+            self.scheduler.prepare(chunk.sequence, chunk.end - chunk.start)
+            tokens = chunk.sequence.request.prompt_token_ids[chunk.start : chunk.end]
+            runs.append(Run(chunk.sequence, chunk.start, tokens))
+        computed = self._runner.compute(runs, wants_context=True)
+        self._runner.append_context(computed)
+        last_rows, starting = [], []
+        for chunk, span in zip(chunks, computed.batch.spans, strict=True):
+            if chunk.sequence.needs_prompt_logits:
+                self._add_prompt_logprobs(chunk, computed, span.start)
+            self.scheduler.chunk_done(chunk)
+            if chunk.is_last:
+                last_rows.append(span.start + span.num_rows - 1)
+                starting.append(chunk.sequence)
+        if starting:
+            logits = self._runner.logits(computed.hidden_states, last_rows)
+            sampled = sample_rows(logits, [RowBlock(s.sampling) for s in starting], self._noise)
+            for i, sequence in enumerate(starting):
+                self._emit(sequence, sampled.token_ids[i], 0, sampled, i, deltas)
+        self._counters.num_steps += 1
+        self._counters.prefill_s += time.perf_counter() - start_s
+
+    def _add_prompt_logprobs(self, chunk: PrefillChunk, computed: ComputedRows, first_row: int) -> None:
+        request = chunk.sequence.request
+        assert request.prompt_logprobs is not None
+        assert request.params.prompt_logprobs is not None
+        hidden = computed.hidden_states[first_row : first_row + chunk.end - chunk.start]
+        request.prompt_logprobs += prompt_logprobs(
+            hidden,
+            request.prompt_token_ids[chunk.start + 1 : chunk.end + 1],
+            request.params.prompt_logprobs,
+            self._runner.logits,
+            self.tokenizer,
+        )
+
+    def _decode(
+        self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta], *, is_alone: bool
+    ) -> None:
+        """Run one round for every sequence: draft, verify, accept, commit."""
+        start_s = time.perf_counter()
+        lengths = self._draft_lengths(sequences)
+        drafts = self._runner.propose(sequences, lengths)
+        drafted_s = time.perf_counter()
+        runs = []
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self.scheduler.prepare(sequence, 1 + len(draft))
+            anchor = sequence.completion.token_ids[-1]
+            runs.append(Run(sequence, sequence.num_computed, [anchor, *draft]))
+        computed = self._runner.compute(runs, wants_context=any(s.wants_drafts for s in sequences))
+        logits = self._runner.logits(computed.hidden_states)
+        blocks = [RowBlock(s.sampling, draft) for s, draft in zip(sequences, drafts, strict=True)]
+        sampled = sample_rows(logits, blocks, self._noise)
+        accepted, num_standing = [], []
+        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            verdict = accept(draft, sampled.token_ids[i])
+            accepted.append((len(draft), verdict.num_accepted_tokens))
+            if sequence.speculation is not None:
+                sequence.speculation.record(*accepted[-1])
+                self._counters.speculation.record(*accepted[-1])
+            sequence.num_computed += len(verdict.token_ids)
+            self._emit(sequence, verdict.token_ids, verdict.num_accepted_tokens, sampled, i, deltas)
+            goes_on = sequence.is_admitted and sequence.wants_drafts
+            num_standing.append(len(verdict.token_ids) if goes_on else 0)
+        verified_s = time.perf_counter()
+        if any(num_standing):
+            self._runner.append_context(computed, num_standing)
+        end_s = time.perf_counter()
+        self._counters.num_steps += 1
+        self._counters.decode_s += end_s - start_s
+        if is_alone and self.controller is not None and all(s.follows_engine for s in sequences):
+            self.controller.observe(
+                max(len(draft) for draft in drafts),
+                len(sequences),
+                self._context_len,
+                draft_s=(drafted_s - start_s) + (end_s - verified_s),
+                verify_s=verified_s - drafted_s,
+                accepted=accepted,
+            )
+
+    def _draft_lengths(self, sequences: Sequence[SequenceState]) -> list[int]:
+        """Return how many tokens to draft for each: as it or the controller says, within what is left."""
+        if self.controller is None:
+            return [0] * len(sequences)
+        following = [s for s in sequences if s.follows_engine]
+        chosen = 0
+        if following:
+            self._context_len = max(s.num_computed for s in following)
+            chosen = self.controller.choose(len(following), self._context_len)
+        return [
+            min(
+                chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
+                s.completion.num_remaining - 1,
+            )
+            for s in sequences
+        ]
+
+    def _emit(
+        self,
+        sequence: SequenceState,
+        token_ids: list[int],
+        num_accepted: int,
+        sampled: SampledRows,
+        block: int,
+        deltas: list[CompletionDelta],
+    ) -> None:
+        """Commit a run of tokens to a sequence, and let go of it if one of them ends it."""
+        completion, request = sequence.completion, sequence.request
+        logprobs = None
+        if request.params.logprobs is not None:
+            candidates = sampled.logprobs(block, len(token_ids), request.params.logprobs)
+            logprobs = [with_text(row, self.tokenizer) for row in candidates]
+        num_kept = completion.append(token_ids, num_accepted, logprobs)
+        sequence.sampling.commit(token_ids[:num_kept])
+        request.mark_token(time.perf_counter())
+        self._counters.num_generated_tokens += num_kept
+        is_request_finished = False
+        if completion.finish_reason is not None:
+            self.scheduler.remove(sequence)
+            is_request_finished = request.is_finished
+            if is_request_finished:
+                del self._requests[request.request_id]
+                self._counters.num_finished_requests += 1
+        deltas.append(completion.delta(request.request_id, sequence.index, is_request_finished))
