@@ -151,8 +151,14 @@ class LagunaForCausalLM(nn.Module):
         return TargetOutput(hidden, aux)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] float32 of hidden states [R, D] after the final norm."""
-        return dispatch.linear(hidden, self.lm_head.weight).float()
+        """Return logits [R, V] float32 of hidden states [R, D] after the final norm.
+
+        Differentiable where ``hidden`` wants gradients; row-invariant where not.
+        """
+        if hidden.requires_grad and torch.is_grad_enabled():
+            return F.linear(hidden, self.lm_head.weight).float()
+        with torch.no_grad():
+            return dispatch.linear(hidden, self.lm_head.weight).float()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [..., D] of token ids [...]."""
