@@ -114,7 +114,7 @@ class Comparer:
     def _scores(
         self, index: int, expected: GenerationResult, position: int
     ) -> dict[int | None, tuple[float, str]]:
-        """Return score and text of the likeliest tokens at ``position``, by id, from a run of the baseline."""
+        """Return score and text of the likeliest tokens at ``position``, by id, as the baseline sees them."""
         params = self._plan.params_of(index)
         params = dataclasses.replace(
             params,

@@ -59,7 +59,7 @@ def describe(
 def changed_params(params: SamplingParams) -> dict[str, Any]:
     """Return temperature, limit, and whatever else differs from the defaults."""
     default = SamplingParams()
-    shown = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    shown: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if value != getattr(default, field.name):

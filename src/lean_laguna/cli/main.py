@@ -1,0 +1,85 @@
+"""``lean-laguna``: finds the command, runs it, and turns mistakes into one line and an exit status.
+
+Commands are imported when they are called for, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
+
+PROG = "lean-laguna"
+COMMANDS = ("generate", "bench", "sweep", "parity", "train")
+OK, CHECK_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+HELP = """\
+usage: lean-laguna COMMAND [options]
+
+Laguna code models with speculative decoding that never changes the output.
+
+  generate   continue a prompt, streaming; --show-drafts shows speculation at work
+  bench      speed with a drafter against without, and proof that the text is the same
+  sweep      speed against draft length, and the best length on this machine
+  parity     a verdict per prompt: identical, near-tie or mismatch
+  train      train a tokenizer, a target or a drafter from a recipe
+
+  lean-laguna COMMAND --help    options and an example
+  lean-laguna --version
+
+The default model, nano, comes with the package and runs offline on a CPU.
+Exit status: 0 done, 1 a check failed, 2 a mistake in the call or its input, 130 interrupted.
+
+example: lean-laguna generate 'def fib(n):' --show-drafts
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except LeanLagunaError as error:
+        print(f"{PROG}: error: {_one_line(str(error))}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return OK if words else USER_ERROR
+    name, *rest = words
+    if name == "--version":
+        from lean_laguna import __version__
+
+        print(f"{PROG} {__version__}")
+        return OK
+    if name not in COMMANDS:
+        if name.startswith("-"):
+            raise ConfigError(f"unknown option '{name}'; the command comes first (see: {PROG} --help)")
+        raise ConfigError(f"unknown command '{name}'{nearest(name, COMMANDS)} (see: {PROG} --help)")
+    command = importlib.import_module(f"lean_laguna.cli.{name}")
+    parser = command.build_parser()
+    args = parser.parse_strictly(rest)
+    if args.help:
+        print(parser.format_help(), end="")
+        return OK
+    status: int = command.run(args)
+    return status
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Options that several commands share: which models, which engine, which sampling."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from lean_laguna.cli.parser import Parser, draft_length, one_of, token_bias, whole
+from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.models.catalog import BUILT_IN, DEFAULT_MODEL, default_drafter, resolve_model
+
+if TYPE_CHECKING:
+    from lean_laguna.core.types import SamplingParams
+
+AUTO, NONE = "auto", "none"
+# Flags of SamplingParams whose name and meaning are the field's.
+SAMPLING_NUMBERS: dict[str, Any] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "min_tokens": int,
+    "max_tokens": int,
+    "seed": int,
+    "logprobs": int,
+    "prompt_logprobs": int,
+}
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add the target, the drafter and where they run."""
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--drafter", default=AUTO)
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
+    parser.add_argument("--max-model-len", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--attention-factor", type=float)
+
+
+def add_draft_length_option(parser: Parser) -> None:
+    """Add the draft length."""
+    parser.add_argument("--num-speculative-tokens", type=draft_length, default=AUTO)
+
+
+def add_sampling_options(parser: Parser) -> None:
+    """Add every field of ``SamplingParams`` that a command line can carry."""
+    for name, kind in SAMPLING_NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    parser.add_argument("--logit-bias", type=token_bias, nargs="+", action="extend")
+    parser.add_argument("--stop", nargs="+", action="extend")
+    parser.add_argument("--stop-token-ids", type=int, nargs="+", action="extend")
+    parser.add_argument("--bad-words", nargs="+", action="extend")
+    parser.add_argument("--ignore-eos", action="store_true", default=None)
+    parser.add_argument("--include-stop-str-in-output", action="store_true", default=None)
+    parser.add_argument("--keep-special-tokens", action="store_true", default=None)
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling fields that the command line sets, by their name in ``SamplingParams``."""
+    names = (
+        *SAMPLING_NUMBERS,
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "ignore_eos",
+        "include_stop_str_in_output",
+    )
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if getattr(args, "logit_bias", None):
+        given["logit_bias"] = dict(args.logit_bias)
+    if getattr(args, "keep_special_tokens", None):
+        given["skip_special_tokens"] = False
+    return given
+
+
+def sampling_params(given: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
+    """Return parameters from what was given, then the defaults.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+    from lean_laguna.core.types import SamplingParams
+
+    return SamplingParams(**{**defaults, **given})
+
+
+def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
+    """Return which drafter to use; ``auto`` is the one made for the target, where it is on this machine.
+
+    Args:
+        args: The parsed command line.
+        is_required: The command makes no sense without a drafter.
+
+    Raises:
+        ConfigError: A drafter is required and none is known or wanted.
+        CheckpointError: It is not on this machine.
+    """
+    if args.drafter == NONE:
+        if is_required:
+            raise ConfigError(
+                "--drafter none: this command compares with a drafter; name one, or leave it to auto"
+            )
+        return None
+    if args.drafter != AUTO:
+        return str(args.drafter)
+    name = default_drafter(args.model)
+    if name is None:
+        if is_required:
+            raise ConfigError(f"no drafter is known for the model '{args.model}'; name one with --drafter")
+        return None
+    if not is_required and name not in BUILT_IN:
+        try:
+            resolve_model(name)
+        except CheckpointError:
+            return None
+    return name
+
+
+def require_models(*names: str | None) -> None:
+    """Refuse names that mean nothing on this machine, before seconds are spent on importing the engine.
+
+    Raises:
+        CheckpointError: Names the model and what would get it here.
+    """
+    for name in names:
+        if name is not None:
+            resolve_model(name)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``LLM`` that the command line sets, and apply ``--threads``."""
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    options = {"device": args.device, "dtype": args.dtype}
+    for name in ("max_model_len", "attention_factor"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    return options
