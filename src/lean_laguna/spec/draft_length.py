@@ -22,6 +22,7 @@ from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
 
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
+_PLAN_EVERY = 4  # steps between looks at all lengths: a look costs as much as a small kernel
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
 
@@ -54,6 +55,7 @@ class _Cell:
         self.times = times
         self.is_known = is_known
         self.current: int | None = None
+        self.tokens_per_s: list[float] = []  # by draft length, as of the last plan
         self.num_steps = 0
         self.last_tried: dict[int, int] = {}
         self.probe: int | None = None
@@ -119,7 +121,9 @@ class DraftLengthController:
                 (k for k in self._startup if cell.times.count(k) < self.policy.startup_repeats),
                 key=lambda k: (cell.times.count(k), k),
             )
-        rates = self._tokens_per_s(key, cell)
+        if cell.current is not None and cell.num_steps % _PLAN_EVERY and not cell.probe_paid:
+            return cell.current
+        cell.tokens_per_s = rates = self._tokens_per_s(key, cell)
         best = max(range(len(rates)), key=lambda k: (rates[k], -k))
         if cell.current is None or rates[best] > rates[cell.current] * (1 + self.policy.hysteresis):
             cell.current = best
@@ -157,7 +161,7 @@ class DraftLengthController:
         cell.last_tried[num_draft_tokens] = cell.num_steps
         if cell.current is not None:
             emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
-            self._settle(key, cell, num_draft_tokens, draft_s + verify_s, emitted)
+            self._settle(cell, num_draft_tokens, draft_s + verify_s, emitted)
 
     def explain(self) -> str:
         """Say in one line what is used for the last batch and context, and why."""
@@ -268,19 +272,16 @@ class DraftLengthController:
                 return k
         return None
 
-    def _settle(
-        self, key: tuple[int, int], cell: _Cell, num_draft_tokens: int, step_s: float, emitted: float
-    ) -> None:
+    def _settle(self, cell: _Cell, num_draft_tokens: int, step_s: float, emitted: float) -> None:
         """Account for a step: time is saved for exploring, and a probe pays with the time it really lost."""
         assert cell.current is not None
-        rate = self._tokens_per_s(key, cell)[cell.current]
-        worth_s = emitted / rate
+        worth_s = emitted / cell.tokens_per_s[cell.current]
         if cell.probe is not None and num_draft_tokens == cell.probe:
             cell.probe_paid = worth_s >= step_s
             cell.saved_s -= max(0.0, step_s - worth_s)
         else:
             cell.probe_paid = False
-            most = self.policy.max_saved_steps * sum(cell.times.estimate(cell.current))
+            most = self.policy.max_saved_steps * step_s
             cell.saved_s = min(most, cell.saved_s + self.policy.explore_share * step_s)
 
 

@@ -193,18 +193,18 @@ class NoiseCache:
             else:
                 missing.append(key)
         if missing:
-            missing.extend(self._ahead(missing, len(wanted)))
+            missing += self._ahead(missing, len(wanted))
             new_slots = [self._claim(key) for key in missing]
             noise = gumbel_noise([seed for seed, _ in missing], [at for _, at in missing], self.vocab_size)
             self._rows[new_slots] = noise
         return self._rows[[self._slots[key] for key in keys]]
 
     def _ahead(self, missing: list[tuple[int, int]], num_wanted: int) -> list[tuple[int, int]]:
-        """Return the positions that follow the last missing one, which are needed next, to fill up a call."""
+        """Return positions after the last missing one, which will be asked for next, to fill up a call."""
         seed, position = missing[-1]
         spare = min(_LEAST_ROWS_PER_CALL - len(missing), self._max_rows - num_wanted)
         following = ((seed, position + 1 + offset) for offset in range(max(0, spare)))
-        return [key for key in following if key not in self._slots]
+        return [key for key in following if key not in self._slots and key not in missing]
 
     def _claim(self, key: tuple[int, int]) -> int:
         if len(self._slots) == self._max_rows:

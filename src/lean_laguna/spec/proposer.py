@@ -125,12 +125,12 @@ class DFlashProposer:
     def append_context(self, aux_hidden_states: Tensor, batch: ForwardBatch, kv_cache: KVCache) -> None:
         """Write the context of the rows within the drafter's positions; see `Proposer.append_context`."""
         within = _rows_before(batch, self.drafter.config.max_position_embeddings)
-        if within is None:
-            self.drafter.append_context(aux_hidden_states, batch, kv_cache)
-            return
-        rows, kept = within
-        if kept.spans:
-            self.drafter.append_context(aux_hidden_states[rows], kept, kv_cache)
+        if within is not None:
+            rows, batch = within
+            aux_hidden_states = aux_hidden_states[rows]
+        if batch.spans:
+            with torch.no_grad():
+                self.drafter.append_context(aux_hidden_states, batch, kv_cache)
 
     def propose(
         self, requests: Sequence[DraftRequest], kv_cache: KVCache, noise: NoiseCache

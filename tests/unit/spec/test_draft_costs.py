@@ -1,0 +1,93 @@
+import pytest
+
+from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
+
+
+def times(prior=None, **measured):
+    made = StepTimes(prior)
+    for name, (draft_s, verify_s) in measured.items():
+        made.add(int(name[1:]), draft_s, verify_s)
+    return made
+
+
+def test_a_measured_length_is_its_median():
+    made = StepTimes()
+    for verify_s in (1.0, 99.0, 2.0, 3.0, 2.5):
+        made.add(3, 0.5, verify_s)
+    assert made.estimate(3) == (0.5, 2.5)
+    assert made.count(3) == 5
+    assert made.count(4) == 0
+
+
+def test_old_observations_fade():
+    made = StepTimes()
+    for _ in range(100):
+        made.add(3, 1.0, 1.0)
+    for _ in range(8):
+        made.add(3, 2.0, 2.0)
+    assert made.estimate(3) == (2.0, 2.0)
+
+
+def test_between_measured_lengths_time_is_linear_and_drafting_costs_what_it_costs():
+    made = times(k0=(0.0, 1.0), k4=(0.4, 3.0), k8=(0.8, 4.0))
+    assert made.estimate(2) == pytest.approx((0.4, 2.0))
+    assert made.estimate(6) == pytest.approx((0.6, 3.5))
+
+
+def test_beyond_what_was_measured_time_grows():
+    made = times(k0=(0.0, 1.0), k4=(0.4, 3.0))
+    assert made.estimate(6)[1] > 3.0
+    assert times(k4=(0.4, 3.0)).estimate(0) == (0.0, pytest.approx(1.8))
+
+
+def test_other_conditions_lend_their_shape():
+    prior = times(k0=(0.0, 1.0), k7=(0.5, 1.5), k15=(0.5, 3.0))
+    fresh = StepTimes(prior)
+    assert fresh.estimate(7) == (0.5, 1.5)
+    fresh.add(7, 1.0, 3.0)
+    assert fresh.estimate(7) == (1.0, 3.0)
+    assert fresh.estimate(15) == pytest.approx((1.0, 6.0))
+    assert fresh.estimate(0) == pytest.approx((0.0, 2.0))
+
+
+def test_times_survive_a_round_trip():
+    made = times(k0=(0.0, 1.0), k7=(0.5, 1.5))
+    assert StepTimes.from_dict(made.to_dict()).to_dict() == made.to_dict()
+    assert StepTimes().is_empty
+
+
+def test_acceptance_of_a_position_is_conditional_on_the_ones_before():
+    rates = AcceptanceRates(3)
+    for _ in range(400):
+        rates.add(3, 3)
+        rates.add(3, 1)
+    expected = rates.tokens_per_step()
+    # Accepted at 1: always; at 2: half of the time; at 3: whenever 2 was.
+    assert expected == pytest.approx([1, 2, 2.5, 3.0], abs=0.12)
+
+
+def test_positions_that_were_never_tried_follow_the_one_before():
+    rates = AcceptanceRates(5)
+    for _ in range(400):
+        rates.add(2, 2)
+    assert rates.tokens_per_step()[5] == pytest.approx(6, abs=0.3)
+    rates = AcceptanceRates(5)
+    for _ in range(400):
+        rates.add(1, 0)
+    assert rates.tokens_per_step()[5] == pytest.approx(1, abs=0.1)
+
+
+def test_a_step_without_drafts_says_nothing_about_acceptance():
+    rates = AcceptanceRates(4)
+    before = rates.tokens_per_step()
+    rates.add(0, 0)
+    assert rates.tokens_per_step() == before
+
+
+def test_a_copy_goes_its_own_way():
+    rates = AcceptanceRates(2)
+    rates.add(2, 2)
+    twin = rates.copy()
+    twin.add(2, 0)
+    assert rates.to_dict() != twin.to_dict()
+    assert AcceptanceRates.from_dict(rates.to_dict(), 2).tokens_per_step() == rates.tokens_per_step()
