@@ -1,7 +1,7 @@
 """What a DFlash drafter is: the frozen configuration behind all three checkpoint formats.
 
 How each format spells it is in ``drafter_formats``; the network is ``models.dflash``.
-Source: formats.md section 5 of the design notes; vLLM 0.33 laguna_dflash.py, z-lab dflash 0.1.0, speculators 0.9.0.
+Source: vLLM 0.33 laguna_dflash.py, z-lab dflash 0.1.0 model.py, speculators 0.9.0 models/dflash.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lean_laguna.core.drafter_formats import Fields, parse_laguna, parse_speculators, parse_zlab
+from lean_laguna.core.drafter_formats import parse_laguna, parse_speculators, parse_zlab
 from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.core.json_fields import Fields
 
 if TYPE_CHECKING:
     from lean_laguna.core.model_config import Gating, LagunaConfig
@@ -45,7 +46,7 @@ class DFlashConfig:
         has_aux_norms: Each tap has its own RMSNorm before the projection.
         norm_context: Each layer applies its input_layernorm to the context too.
         vocab_size: Words of the target.
-        draft_vocab_size: Words the drafter can propose; below ``vocab_size`` it brings its own lm_head and map.
+        draft_vocab_size: Words it can propose; below ``vocab_size`` it brings its own lm_head and map.
         max_position_embeddings: Positions it can stand on; drafting stops there, serving does not.
         rms_norm_eps: Epsilon of every RMSNorm.
     """
@@ -143,7 +144,8 @@ class DFlashConfig:
             )
         if self.mask_token_id >= self.vocab_size:
             raise ConfigError(
-                f"{where}: 'mask_token_id' must be below vocab_size ({self.vocab_size}), found {self.mask_token_id}"
+                f"{where}: 'mask_token_id' must be below vocab_size ({self.vocab_size}), "
+                f"found {self.mask_token_id}"
             )
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(
@@ -166,13 +168,13 @@ class DFlashConfig:
         depth = target.num_hidden_layers
         if self.num_target_layers is not None and self.num_target_layers != depth:
             raise ConfigError(
-                f"{where}: 'num_target_layers' is {self.num_target_layers}, but the target has {depth} layers; "
-                "not made for this target"
+                f"{where}: 'num_target_layers' is {self.num_target_layers}, but the target has {depth} "
+                "layers; not made for this target"
             )
         if max(self.target_layer_ids) >= depth:
             raise ConfigError(
-                f"{where}: 'target_layer_ids' {list(self.target_layer_ids)} must lie in 0..{depth - 1}: the target has "
-                f"{depth} layers"
+                f"{where}: 'target_layer_ids' {list(self.target_layer_ids)} must lie in 0..{depth - 1}: "
+                f"the target has {depth} layers"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,12 +259,12 @@ def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
     for name in names:
         if "DSpark" in name or "DFlash2" in name or "Eagle" in name or name.startswith("Qwen3DFlash"):
             raise CheckpointError(
-                f"{where}: architecture {name} is another kind of drafter; expected DFlash in the Laguna, z-lab or "
-                "speculators format"
+                f"{where}: architecture {name} is another kind of drafter; expected DFlash in the Laguna, "
+                "z-lab or speculators format"
             )
     if not is_drafter_config(given):
         raise CheckpointError(
-            f"{where}: this is a target ({', '.join(names) or given.get('model_type', 'no architecture named')}), not a "
+            f"{where}: this is a target ({', '.join(names) or given.get('model_type', 'unnamed')}), not a "
             "drafter; pass it as the model and a DFlash drafter as the speculative model"
         )
     is_laguna = given.get("model_type") == "laguna" or any("Laguna" in name for name in names)

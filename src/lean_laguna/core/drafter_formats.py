@@ -1,17 +1,17 @@
 """The three spellings of a DFlash drafter's config.json, read into one set of fields.
 
 Not the config itself (``drafter_config``) and not the tensors (``models.drafter_checkpoint``).
-Source: vLLM 0.33 laguna_dflash.py and qwen3_dflash.py (Laguna native), z-lab dflash 0.1.0 model.py, speculators
-0.9.0 models/dflash/config.py; where they disagree the function says which one is followed and why.
+Source: vLLM 0.33 laguna_dflash.py and qwen3_dflash.py (Laguna native), z-lab dflash 0.1.0 model.py,
+speculators 0.9.0 models/dflash/config.py; where they disagree the function says which is followed and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from lean_laguna.core.drafter_fields import draft_value, read_causal, read_rope, refuse_foreign
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.rope_config import RopeConfig
+from lean_laguna.core.json_fields import Fields
 
 DEFAULT_BLOCK_SIZE = {"laguna": 16, "z-lab": 16, "speculators": 8}
 
@@ -30,61 +30,6 @@ _QWEN3_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-
-
-class Fields:
-    """Typed reads from one JSON object; every error names the object, the key, what was found and what is right."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values = values
-        self.where = where
-
-    def __contains__(self, key: str) -> bool:
-        """True where the key is present and not null."""
-        return self.values.get(key) is not None
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value as it stands; null counts as absent."""
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def section(self, key: str) -> Fields:
-        """Return the JSON object under ``key``, empty where absent."""
-        value = self.get(key, {})
-        if not isinstance(value, Mapping):
-            raise self.wrong(key, "a JSON object")
-        return Fields(value, f"{self.where}: {key}")
-
-    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """Return a whole number of at least ``minimum``."""
-        value = self.get(key, default)
-        if value is None:
-            raise ConfigError(
-                f"{self.where}: '{key}' is missing; expected a whole number of at least {minimum}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.wrong(key, f"a whole number of at least {minimum}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """Return a number above zero."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.wrong(key, "a number above 0")
-        return float(value)
-
-    def ids(self, key: str) -> tuple[int, ...] | None:
-        """Return a non-empty list of whole numbers, or None where the key is absent."""
-        value = self.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not value or any(type(item) is not int for item in value):
-            raise self.wrong(key, "a non-empty list of layer numbers")
-        return tuple(value)
-
-    def wrong(self, key: str, accepted: str) -> ConfigError:
-        """Return the error for a value that is not ``accepted``."""
-        return ConfigError(f"{self.where}: '{key}' must be {accepted}, found {self.values.get(key)!r}")
 
 
 def parse_laguna(config: Fields) -> dict[str, Any]:
@@ -113,14 +58,16 @@ def parse_laguna(config: Fields) -> dict[str, Any]:
         "head_dim": config.count("head_dim", hidden_size // heads),
         "intermediate_size": config.count("intermediate_size"),
         "layer_windows": windows,
-        "layer_causal": _causal(config, dflash, tuple(window is not None for window in windows)),
-        "draft_block_size": _draft_value(config, dflash, "block_size").count(
+        "layer_causal": read_causal(config, dflash, tuple(window is not None for window in windows)),
+        "draft_block_size": draft_value(config, dflash, "block_size").count(
             "block_size", DEFAULT_BLOCK_SIZE["laguna"]
         ),
         "target_layer_ids": _laguna_taps(config, dflash),
         "num_target_layers": config.count("num_target_layers") if "num_target_layers" in config else None,
-        "mask_token_id": _draft_value(config, dflash, "mask_token_id").count("mask_token_id", minimum=0),
-        "rope": _rope(config, "sliding_attention" if windows[0] is not None else "full_attention", 500000.0),
+        "mask_token_id": draft_value(config, dflash, "mask_token_id").count("mask_token_id", minimum=0),
+        "rope": read_rope(
+            config, "sliding_attention" if windows[0] is not None else "full_attention", 500000.0
+        ),
         "gating": _laguna_gating(config),
         "has_aux_norms": True,
         "norm_context": True,
@@ -143,24 +90,24 @@ def parse_zlab(config: Fields) -> dict[str, Any]:
         ("output_multiplier", 1),
         ("final_logit_softcapping", 0),
     ):
-        found = _draft_value(config, dflash, key)
+        found = draft_value(config, dflash, key)
         if found.get(key, neutral) != neutral:
             raise found.wrong(key, f"{neutral} or absent")
     fields = _qwen3(config)
     is_sliding = _qwen3_layer_types(config, fields["num_hidden_layers"])
     window = _qwen3_window(config)
-    taps = _draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
+    taps = draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
     if taps is None:
         taps = _zlab_default_taps(config.count("num_target_layers"), fields["num_hidden_layers"])
     return fields | {
         "layer_windows": tuple(window if sliding else None for sliding in is_sliding),
-        "layer_causal": _causal(config, dflash, is_sliding),
-        "draft_block_size": _draft_value(config, dflash, "block_size").count(
+        "layer_causal": read_causal(config, dflash, is_sliding),
+        "draft_block_size": draft_value(config, dflash, "block_size").count(
             "block_size", DEFAULT_BLOCK_SIZE["z-lab"]
         ),
         "target_layer_ids": taps,
         "num_target_layers": config.count("num_target_layers") if "num_target_layers" in config else None,
-        "mask_token_id": _draft_value(config, dflash, "mask_token_id").count("mask_token_id", minimum=0),
+        "mask_token_id": draft_value(config, dflash, "mask_token_id").count("mask_token_id", minimum=0),
         "draft_vocab_size": fields["vocab_size"],
     }
 
@@ -168,8 +115,8 @@ def parse_zlab(config: Fields) -> dict[str, Any]:
 def parse_speculators(config: Fields) -> dict[str, Any]:
     """Read the speculators format: drafting keys on top, the network under ``transformer_layer_config``.
 
-    Full-attention layers are bidirectional whatever ``sliding_window_non_causal`` says, as in the package that
-    trains them; vLLM 0.33 applies the flag to them too.
+    Full-attention layers are bidirectional whatever ``sliding_window_non_causal`` says, as in the package
+    that trains them; vLLM 0.33 applies the flag to them too.
 
     Raises:
         ConfigError: A value is missing, wrong or describes a network that this package does not run.
@@ -181,7 +128,8 @@ def parse_speculators(config: Fields) -> dict[str, Any]:
     aux_ids = config.ids("aux_hidden_state_layer_ids")
     if aux_ids is None:
         raise ConfigError(
-            f"{config.where}: 'aux_hidden_state_layer_ids' is missing; expected the numbers of completed target layers"
+            f"{config.where}: 'aux_hidden_state_layer_ids' is missing; expected counts of completed target "
+            "layers"
         )
     if min(aux_ids) < 1:
         raise config.wrong(
@@ -208,49 +156,6 @@ def parse_speculators(config: Fields) -> dict[str, Any]:
         "mask_token_id": config.count("mask_token_id", minimum=0),
         "draft_vocab_size": config.count("draft_vocab_size", 32000),
     }
-
-
-def refuse_foreign(config: Fields) -> None:
-    """Refuse networks that this package does not run rather than run them wrongly.
-
-    Raises:
-        ConfigError: Names the key, what was found and what is accepted.
-    """
-    for key in ("attention_bias", "qkv_bias", "mlp_bias", "swa_attention_sink_enabled"):
-        if config.get(key, False):
-            raise config.wrong(key, "false or absent")
-    if config.get("hidden_act", "silu") != "silu":
-        raise config.wrong("hidden_act", "'silu'")
-    if "quantization_config" in config:
-        method = config.section("quantization_config").get("quant_method", "unnamed")
-        raise ConfigError(
-            f"{config.where}: 'quantization_config' ({method}) is not supported for drafters; expected a bf16, f16 or "
-            "f32 checkpoint such as the drafter's unquantised sibling"
-        )
-
-
-def _draft_value(config: Fields, dflash: Fields, key: str) -> Fields:
-    """Return the section that holds ``key``: ``dflash_config`` first, then the top level."""
-    return dflash if key in dflash else config
-
-
-def _causal(config: Fields, dflash: Fields, is_sliding: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return per layer whether a block row sees earlier block rows only.
-
-    Read from ``is_causal`` or ``causal``, on top or in ``dflash_config``; absent, sliding layers are causal and full
-    ones are not, as in z-lab's package and vLLM 0.33 (vLLM 0.25 takes an absent flag as not causal).
-    """
-    found: dict[str, bool] = {}
-    for section in (config, dflash):
-        for key in ("is_causal", "causal"):
-            if key in section:
-                if not isinstance(section.get(key), bool):
-                    raise section.wrong(key, "true or false")
-                found[f"{section.where}: '{key}'"] = section.get(key)
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} = {str(value).lower()}" for name, value in found.items())
-        raise ConfigError(f"causal flags contradict each other: {listed}; expected one value")
-    return (next(iter(found.values())),) * len(is_sliding) if found else is_sliding
 
 
 def _laguna_heads(config: Fields, num_layers: int) -> int:
@@ -290,13 +195,13 @@ def _laguna_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _laguna_taps(config: Fields, dflash: Fields) -> tuple[int, ...]:
-    taps = _draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
+    taps = draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
     counted = config.ids("eagle_aux_hidden_state_layer_ids")
     from_counted = tuple(layer - 1 for layer in counted) if counted else None
     if taps is None and from_counted is None:
         raise ConfigError(
-            f"{config.where}: 'dflash_config.target_layer_ids' is missing; expected the 0-based target layers whose "
-            "output the drafter reads"
+            f"{config.where}: 'dflash_config.target_layer_ids' is missing; expected the 0-based target "
+            "layers whose output the drafter reads"
         )
     if taps is not None and from_counted is not None and taps != from_counted:
         raise config.wrong(
@@ -310,7 +215,8 @@ def _laguna_taps(config: Fields, dflash: Fields) -> tuple[int, ...]:
 def _laguna_gating(config: Fields) -> str:
     spellings: dict[Any, str] = {
         True: "per-head", "per-head": "per-head", "per_head": "per-head",
-        "per-element": "per-element", "per_element": "per-element", False: "off", "off": "off", "disabled": "off",
+        "per-element": "per-element", "per_element": "per-element",
+        False: "off", "off": "off", "disabled": "off",
     }  # fmt: skip
     given = (
         {config.values.get("gating", True)}
@@ -354,7 +260,7 @@ def _qwen3(config: Fields) -> dict[str, Any]:
         "num_key_value_heads": config.count("num_key_value_heads", _QWEN3_DEFAULTS["num_key_value_heads"]),
         "rms_norm_eps": config.number("rms_norm_eps", _QWEN3_DEFAULTS["rms_norm_eps"]),
         # Qwen3's rotary embedding knows no partial factor; speculators drops Laguna's, too.
-        "rope": _rope(config, "sliding_attention", _QWEN3_DEFAULTS["rope_theta"], partial=False),
+        "rope": read_rope(config, "sliding_attention", _QWEN3_DEFAULTS["rope_theta"], partial=False),
         "gating": "off",
         "has_aux_norms": False,
         "norm_context": False,
@@ -379,24 +285,3 @@ def _qwen3_window(config: Fields) -> int | None:
     if not config.get("use_sliding_window", False):
         return None
     return config.count("sliding_window", _QWEN3_DEFAULTS["sliding_window"])
-
-
-def _rope(config: Fields, layer_type: str, default_theta: float, *, partial: bool = True) -> RopeConfig:
-    """Return the one rotary embedding of a drafter's layers.
-
-    A rope dict of its own wins. Without one the top-level ``rope_theta`` holds for sliding layers too: Poolside's
-    drafters rotate theirs with 500000, not with the 10000 that transformers' LagunaConfig would fill in.
-    """
-    given = config.section("rope_parameters").values or config.section("rope_scaling").values
-    if any(isinstance(value, Mapping) for value in given.values()):
-        order = (layer_type, "sliding_attention", "full_attention", "global_attention")
-        given = next((given[name] for name in order if isinstance(given.get(name), Mapping)), {})
-    if layer_type == "sliding_attention" and "swa_rope_parameters" in config:
-        given = config.section("swa_rope_parameters").values
-    filled = {"rope_theta": config.get("rope_theta", default_theta)}
-    if "partial_rotary_factor" in config:
-        filled["partial_rotary_factor"] = config.get("partial_rotary_factor")
-    filled |= given
-    if not partial:
-        filled.pop("partial_rotary_factor", None)
-    return RopeConfig.from_dict(filled, f"{config.where}: rope_parameters")

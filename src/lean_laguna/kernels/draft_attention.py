@@ -1,13 +1,14 @@
 """Attention of a drafter's block: keys from the paged context cache and from the block itself, plain PyTorch.
 
-The block's keys never enter the cache. Unlike the target's attention this one need not be invariant to batching:
-a drafter's bits decide which tokens are proposed, never which are emitted.
+The block's keys never enter the cache. Unlike the target's attention this one need not be invariant to
+batching: a drafter's bits decide which tokens are proposed, never which are emitted.
 Source: z-lab dflash 0.1.0 model.py _attention_mask (window per query, both sides where not causal); vLLM 0.33
 laguna_dflash.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,17 +24,21 @@ from lean_laguna.kernels.attention import Span
 class BlockPlan:
     """Which keys each block row sees; made once per drafting step and shared by the layers that agree on it.
 
-    C is the longest kept context and R the longest block among the B requests.
+    Of B requests C is the longest kept context and R the longest block; a request's keys are C context slots,
+    then R block rows.
 
     Attributes:
-        context_slots: [B * C] int64, flat cache slots; short contexts repeat slot 0, unseen.
-        mask: [B, 1, R, C + R] float32, 0 where seen and -inf where not; every row sees at least itself.
-        padded_rows: [B * R] int64 packed row of each padded row, or None where all blocks have R rows in order.
-        packed_rows: [T] int64 padded row of each packed row, or None likewise.
+        slots: Flat cache slot of every key, [B * (C + R)] int64; of the null block, which is zero, for block
+            rows and padding.
+        block_keys: Key that each packed row is, [T] int64.
+        mask: 0 where seen and -inf where not, [B or 1, 1, R, C + R] float32; every row sees at least itself.
+        padded_rows: Packed row of each block row, [B * R] int64, or None where all blocks have R rows.
+        packed_rows: Block row of each packed row, [T] int64, or None likewise.
         num_requests: B.
     """
 
-    context_slots: Tensor
+    slots: Tensor
+    block_keys: Tensor
     mask: Tensor
     padded_rows: Tensor | None
     packed_rows: Tensor | None
@@ -49,10 +54,11 @@ def plan_block_attention(
     causal: bool,
     device: torch.device | str = "cpu",
 ) -> BlockPlan:
-    """Lay out context slots and visibility of every request's block.
+    """Lay out the keys and the visibility of every request's block.
 
     Args:
-        spans: One per request, covering the packed rows.
+        spans: One per request, covering the packed rows in order; ``first_position`` is the anchor's and all
+            context lies before it.
         group: KV group whose block tables hold the context.
         kv_block_size: Tokens per KV page.
         window: A row at position q sees keys k with q - window < k (and k < q + window), or None for all.
@@ -60,85 +66,84 @@ def plan_block_attention(
         device: Where the tensors go.
 
     Returns:
-        The plan. Context positions in the null block count as not kept and are not seen.
+        The plan. Context positions in the null block are not kept and not seen.
     """
-    num_rows = max(span.num_rows for span in spans)
-    firsts = [0 if window is None else max(0, span.first_position - window + 1) for span in spans]
-    width = max(span.first_position - first for span, first in zip(spans, firsts, strict=True))
-    slots = np.zeros((len(spans), width), dtype=np.int64)
-    seen = np.zeros((len(spans), num_rows, width + num_rows), dtype=bool)
+    anchors = np.array([span.first_position for span in spans])[:, None]
+    lengths = np.array([span.num_rows for span in spans])[:, None]
+    num_rows, num_requests = int(lengths.max()), len(spans)
+    width = int(anchors.max()) if window is None else min(int(anchors.max()), window - 1)
+    tables = np.zeros((num_requests, max(len(span.block_tables[group]) for span in spans)), dtype=np.int64)
+    for row, span in zip(tables, spans, strict=True):
+        row[: len(span.block_tables[group])] = span.block_tables[group]
+    # Contexts end at a common column, so that the window's mask is the same for every request and step.
+    positions = anchors - width + np.arange(width)
+    blocks = tables[np.arange(num_requests)[:, None], np.maximum(positions, 0) // kv_block_size] * (
+        positions >= 0
+    )
+    slots = np.zeros((num_requests, width + num_rows), dtype=np.int64)
+    slots[:, :width] = blocks * kv_block_size + positions % kv_block_size
     rows = np.arange(num_rows)
-    for b, (span, first) in enumerate(zip(spans, firsts, strict=True)):
-        positions = np.arange(first, span.first_position)
-        blocks = np.asarray(span.block_tables[group], dtype=np.int64)[positions // kv_block_size]
-        slots[b, : positions.size] = blocks * kv_block_size + positions % kv_block_size
-        kept = (blocks != 0)[None, :]
-        if window is not None:
-            kept = kept & (positions[None, :] > span.first_position + rows[:, None] - window)
-        seen[b, :, : positions.size] = kept
-        seen[b, :, width:] = _block_visibility(num_rows, span.num_rows, window, causal)
-    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-    padded_rows, packed_rows = _row_maps(spans, num_rows)
+    is_row = rows < lengths
+    is_uniform = bool(is_row.all())
+    block_keys = (np.arange(num_requests)[:, None] * (width + num_rows) + width + rows)[is_row]
+    mask = _mask(num_rows, width, window, causal)
+    if not (is_uniform and blocks.all()):
+        hidden = np.zeros((num_requests, 1, num_rows, width + num_rows), dtype=bool)
+        hidden[..., :width] = (blocks == 0)[:, None, None]
+        hidden[..., width:] = ~is_row[:, None, None] & ~np.eye(num_rows, dtype=bool)
+        mask = mask.masked_fill(torch.from_numpy(hidden), float("-inf"))
+    padded = np.array([span.start for span in spans])[:, None] + np.minimum(rows, lengths - 1)
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.reshape(-1)).to(device)
+
     return BlockPlan(
-        torch.from_numpy(slots.reshape(-1)).to(device),
-        mask.unsqueeze(1).to(device),
-        None if padded_rows is None else padded_rows.to(device),
-        None if packed_rows is None else packed_rows.to(device),
-        len(spans),
+        slots=tensor(slots),
+        block_keys=tensor(block_keys),
+        mask=mask.to(device),
+        padded_rows=None if is_uniform else tensor(padded),
+        packed_rows=None if is_uniform else tensor(np.flatnonzero(is_row)),
+        num_requests=num_requests,
     )
 
 
-def _block_visibility(num_rows: int, num_real: int, window: int | None, causal: bool) -> np.ndarray:
-    """Return [num_rows, num_rows]: which block rows each row sees; padding sees itself, so that it stays finite."""
-    offset = np.arange(num_rows)[None, :] - np.arange(num_rows)[:, None]
-    seen = (offset <= 0) if causal else np.ones_like(offset, dtype=bool)
+@functools.lru_cache(maxsize=64)
+def _mask(num_rows: int, width: int, window: int | None, causal: bool) -> Tensor:
+    """Return [1, 1, R, C + R]: 0 where a row sees a key of a full context or block, -inf where not."""
+    offset = torch.arange(-width, num_rows) - torch.arange(num_rows)[:, None]
+    seen = offset <= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
     if window is not None:
-        seen = seen & (np.abs(offset) < window)
-    seen[:, num_real:] = False
-    return seen | (offset == 0)
+        seen &= offset.abs() < window
+    return torch.zeros(1, 1, *seen.shape).masked_fill_(~seen, float("-inf"))
 
 
-def _row_maps(spans: Sequence[Span], num_rows: int) -> tuple[Tensor | None, Tensor | None]:
-    if all(span.num_rows == num_rows and span.start == b * num_rows for b, span in enumerate(spans)):
-        return None, None
-    padded = np.concatenate(
-        [span.start + np.minimum(np.arange(num_rows), span.num_rows - 1) for span in spans]
-    )
-    packed = np.empty(sum(span.num_rows for span in spans), dtype=np.int64)
-    for b, span in enumerate(spans):
-        packed[span.start : span.start + span.num_rows] = b * num_rows + np.arange(span.num_rows)
-    return torch.from_numpy(padded), torch.from_numpy(packed)
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+def block_attention(q: Tensor, own: Tensor, kv: Tensor, plan: BlockPlan, scale: float) -> Tensor:
     """Attend from every block row to its request's context and block.
 
     Args:
-        q: [T, H, P] rotated queries, packed.
-        k: [T, J, P] rotated keys of the block rows.
-        v: [T, J, P] values of the block rows.
+        q: [T, H, P] rotated queries, packed; rows beyond the plan's are padding.
+        own: [T, 2, J, P] rotated keys and values of the block rows.
         kv: [num_blocks, kv_block_size, 2, J, P], the layer's context keys and values; only read.
         plan: From ``plan_block_attention`` for these rows.
         scale: Factor on the scores.
 
     Returns:
-        [T, H, P] in q's dtype.
+        [T, H, P] in q's dtype, a tensor of its own; padding rows are zero.
     """
-    rows = torch.stack((k, v), dim=1)
-    if plan.padded_rows is not None:
-        q, rows = q.index_select(0, plan.padded_rows), rows.index_select(0, plan.padded_rows)
-    pair = rows.shape[1:]
-    context = kv.view(-1, *pair).index_select(0, plan.context_slots).to(rows.dtype)
-    seen = torch.cat(
-        (context.view(plan.num_requests, -1, *pair), rows.view(plan.num_requests, -1, *pair)), dim=1
-    ).permute(2, 0, 3, 1, 4)
+    num_rows, num_requests = plan.block_keys.shape[0], plan.num_requests
+    keys = kv.view(-1, *kv.shape[2:]).index_select(0, plan.slots).to(q.dtype)
+    keys.index_copy_(0, plan.block_keys, own[:num_rows])
+    by_request = keys.view(num_requests, -1, *keys.shape[1:]).permute(2, 0, 3, 1, 4)
+    rows = q[:num_rows] if plan.padded_rows is None else q.index_select(0, plan.padded_rows)
     out = F.scaled_dot_product_attention(
-        q.reshape(plan.num_requests, -1, *q.shape[1:]).transpose(1, 2),
-        seen[0],
-        seen[1],
+        rows.view(num_requests, -1, *q.shape[1:]).transpose(1, 2),
+        by_request[0],
+        by_request[1],
         attn_mask=plan.mask.to(q.dtype),
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != own.shape[2],
     )
-    out = out.transpose(1, 2).reshape(q.shape)
-    return out if plan.packed_rows is None else out.index_select(0, plan.packed_rows)
+    out = out.transpose(1, 2).flatten(0, 1)
+    if plan.packed_rows is not None:
+        out = out.index_select(0, plan.packed_rows)
+    return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - num_rows)) if q.shape[0] > num_rows else out.contiguous()

@@ -1,0 +1,63 @@
+"""Typed reads from a parsed JSON object, with errors that a user can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lean_laguna.core.errors import ConfigError
+
+
+class Fields:
+    """Reads values from one JSON object; an error names object and key, what was found and what is right."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """True where the key is present and not null."""
+        return self.values.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value as it stands; null counts as absent."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def section(self, key: str) -> Fields:
+        """Return the JSON object under ``key``, empty where absent."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "a JSON object")
+        return Fields(value, f"{self.where}: {key}")
+
+    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """Return a whole number of at least ``minimum``."""
+        value = self.get(key, default)
+        if value is None:
+            raise ConfigError(
+                f"{self.where}: '{key}' is missing; expected a whole number of at least {minimum}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.wrong(key, f"a whole number of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number above zero."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.wrong(key, "a number above 0")
+        return float(value)
+
+    def ids(self, key: str) -> tuple[int, ...] | None:
+        """Return a non-empty list of whole numbers, or None where the key is absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not value or any(type(item) is not int for item in value):
+            raise self.wrong(key, "a non-empty list of layer numbers")
+        return tuple(value)
+
+    def wrong(self, key: str, accepted: str) -> ConfigError:
+        """Return the error for a value that is not ``accepted``."""
+        return ConfigError(f"{self.where}: '{key}' must be {accepted}, found {self.values.get(key)!r}")
