@@ -128,7 +128,7 @@ class LocalBackend:
             given = self.num_speculative_tokens
             facts["num_speculative_tokens"] = speculative.num_speculative_tokens if given is None else given
             facts["max_draft_tokens"] = self.max_draft_tokens
-            if given is None:
+            if facts["num_speculative_tokens"] == "auto":
                 facts["draft_length_reason"] = self.llm.stats().draft_length_reason
         if weight.device.type == "cuda":
             facts["gpu"] = torch.cuda.get_device_name(weight.device)

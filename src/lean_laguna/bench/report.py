@@ -54,6 +54,8 @@ def ab_report(result: Mapping[str, Any], *, per_prompt: bool = True) -> Renderab
         parts += [Text(), _acceptance_table(rates)]
     if per_prompt:
         parts += [Text(), _prompt_table(result["per_prompt"])]
+    if reason := result["engines"][SPECULATIVE].get("draft_length_reason"):
+        parts += [Text(), Text(str(reason))]
     parts += [Text(), _ab_parity_line(result), *_warning_lines(result)]
     return Group(*parts)
 
@@ -165,38 +167,57 @@ def sweep_svg(result: Mapping[str, Any]) -> str:
 
 def _ab_table(result: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("without drafter", justify="right")
-    table.add_column("with drafter", justify="right")
+    table.add_column("", no_wrap=True)
+    table.add_column("without drafter", justify="right", no_wrap=True)
+    table.add_column("with drafter", justify="right", no_wrap=True)
     table.add_column("")
     a, b = result["sides"][BASELINE], result["sides"][SPECULATIVE]
-    speedup = result.get("speedup")
-    factor = Text()
-    if speedup:
-        better = speedup["median"] >= 1
-        factor = Text(f"{speedup['median']:.2f}×", style="bold green" if better else "bold red")
-        if len(speedup["values"]) > 1:
-            factor.append(f"  ({speedup['min']:.2f}–{speedup['max']:.2f})", style="default")
-    table.add_row(
-        Text("decode, tok/s", style="bold"), *(_spread(m.get("decode_tok_per_s")) for m in (a, b)), factor
-    )
+    for cells in _decode_rows(a, b, result.get("speedup")):
+        table.add_row(*cells)
     for label, key in (
         ("time to first token, ms", "median_ttft_ms"),
-        ("time per output token, ms", "median_tpot_ms"),
-        ("output tok/s, prompt included", "output_throughput"),
+        ("time per token, ms", "median_tpot_ms"),
+        ("tok/s, prompt included", "output_throughput"),
     ):
         table.add_row(label, *(_number(m.get(key)) for m in (a, b)), "")
-    length = b.get("spec_decode_acceptance_length")
-    limit = len(b.get("spec_decode_per_position_acceptance_rates", ())) + 1
-    table.add_row("mean acceptance length", "–", _number(length, 2), f"of {limit} at most" if length else "")
-    rate = b.get("spec_decode_acceptance_rate")
-    table.add_row("draft tokens accepted", "–", f"{rate:.0f} %" if rate is not None else "–", "")
+    for cells in _acceptance_rows(b):
+        table.add_row(*cells)
     shares = [m.get("distinct_8gram_share") for m in (a, b)]
-    table.add_row("distinct 8-grams in the text", *(f"{s:.0%}" if s is not None else "–" for s in shares), "")
+    table.add_row("distinct 8-grams", *(f"{s:.0%}" if s is not None else "–" for s in shares), "in the text")
     memory = [sum(e.get("memory", {}).values()) for e in result["engines"].values()]
     if any(memory):
-        table.add_row("memory", *(_size(m) for m in memory), "weights and KV cache")
+        peak = result["engines"][SPECULATIVE].get("gpu_peak_bytes", result["process_peak_rss_bytes"])
+        table.add_row("memory", *(_size(m) for m in memory), f"peak, all: {_size(peak)}")
     return table
+
+
+def _decode_rows(
+    a: Mapping[str, Any], b: Mapping[str, Any], speedup: Mapping[str, Any] | None
+) -> list[tuple[str | Text, ...]]:
+    rates = [m.get("decode_tok_per_s") for m in (a, b)]
+    factor = Text("–")
+    if speedup:
+        style = "bold green" if speedup["median"] >= 1 else "bold red"
+        factor = Text(f"{speedup['median']:.2f}×", style=style)
+    medians = (_number(r["median"]) if r else "–" for r in rates)
+    rows: list[tuple[str | Text, ...]] = [
+        (Text("decode, tok/s", style="bold"), *(Text(m, style="bold") for m in medians), factor)
+    ]
+    if speedup and len(speedup["values"]) > 1:
+        spread = [f"{r['min']:.1f}–{r['max']:.1f}" if r else "–" for r in rates]
+        rows.append(("  range over repeats", *spread, f"{speedup['min']:.2f}–{speedup['max']:.2f}"))
+    return rows
+
+
+def _acceptance_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    length, rate = (metrics.get(f"spec_decode_acceptance_{name}") for name in ("length", "rate"))
+    if length is None or rate is None:
+        return []
+    limit = len(metrics["spec_decode_per_position_acceptance_rates"]) + 1
+    return [
+        ("mean acceptance length", "–", f"{length:.2f}", f"tokens a step, of {limit}"),
+        ("draft tokens accepted", "–", f"{rate:.0f} %", ""),
+    ]
 
 
 def _acceptance_table(rates: Sequence[float]) -> Table:
@@ -265,13 +286,6 @@ def _drafting_engine(result: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _rate(row: Mapping[str, Any]) -> float:
     return float(row["decode_tok_per_s"]["median"]) if "decode_tok_per_s" in row else 0.0
-
-
-def _spread(rate: Mapping[str, Any] | None) -> str:
-    if rate is None:
-        return "–"
-    text = f"{rate['median']:.1f}"
-    return f"{text} ({rate['min']:.1f}–{rate['max']:.1f})" if len(rate["values"]) > 1 else text
 
 
 def _number(value: float | None, digits: int = 1) -> str:

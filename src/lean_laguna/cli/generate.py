@@ -175,7 +175,7 @@ def _summary(llm: LLM, output: RequestOutput, params: SamplingParams) -> str:
     stats = [c.speculation for c in output.outputs if c.speculation is not None]
     lengths = [s.mean_acceptance_length for s in stats if s.mean_acceptance_length is not None]
     if lengths:
-        parts.append(f"{sum(lengths) / len(lengths):.2f} tokens a step accepted")
+        parts.append(f"{sum(lengths) / len(lengths):.2f} tokens a step")
     mode = (
         "greedy" if params.is_greedy else f"temperature {params.temperature:g}, seed {output.outputs[0].seed}"
     )

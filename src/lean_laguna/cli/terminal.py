@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+PIPE_WIDTH = 100
+
 
 class Terminal:
     """The streams of one command.
@@ -60,5 +62,5 @@ class Terminal:
 
 def _console(stream: Any, forced_color: bool | None) -> Console:
     if forced_color is None:
-        return Console(file=stream)
+        return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH)
     return Console(file=stream, force_terminal=forced_color, no_color=not forced_color)

@@ -1,0 +1,28 @@
+"""The tiny target and a random drafter for it as checkpoint folders, for whatever starts from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lean_laguna.models.checkpoint import save_laguna
+
+from lean_laguna.models.drafter_checkpoint import save_drafter
+from support.engines import VOCAB, tiny_config, tiny_drafter, tiny_target
+from support.templates import SOURCES
+from support.tokenizers import write_tokenizer
+
+
+def write_tiny_target(folder: Path) -> Path:
+    """Write a whole target checkpoint: weights, config, tokenizer, chat template, generation config."""
+    write_tokenizer(folder, VOCAB)
+    save_laguna(tiny_target(), tiny_config(), folder)
+    (folder / "chat_template.jinja").write_text(SOURCES["later"], encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "〈|EOS|〉"}), encoding="utf-8")
+    return folder
+
+
+def write_tiny_drafter(folder: Path) -> Path:
+    """Write a DFlash drafter for the tiny target in the native format."""
+    save_drafter(tiny_drafter(layers="SS"), folder)
+    return folder
