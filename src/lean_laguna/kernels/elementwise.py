@@ -8,6 +8,7 @@ there are. So a transcendental function here always runs over rows that torch ca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -38,17 +39,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x²) + eps) over the last dimension, computed in float32, in the dtype of ``x``."""
     wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * inverse).to(x.dtype)
+    return (wide * _inverse_rms(wide, eps)).to(x.dtype)
 
 
 def rms_scale_(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what ``rms_scale`` does, in place; ``x`` may be a strided view."""
     if x.dtype != torch.float32:
         return x.copy_(rms_scale(x, eps))
+    return x.mul_(_inverse_rms(x, eps))
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    # Single multiplications and additions only: torch may or may not fuse addcmul's two roundings into one, by element.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x.mul_(norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_())
+    return norm.mul_(norm).mul_(_scalar(1.0 / x.shape[-1])).add_(_scalar(eps)).rsqrt_()
+
+
+@functools.cache
+def _scalar(value: float) -> torch.Tensor:
+    """A number as a tensor: torch wraps a Python number anew in each call, which costs as much as the operation."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -66,7 +77,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """Softplus of each element in float32, in the dtype of ``x``; linear above 20. Source: torch's softplus."""
-    return by_rows(lambda rows: F.softplus(rows.float()).to(rows.dtype), x)
+    return by_rows(F.softplus, x) if x.dtype == torch.float32 else by_rows(F.softplus, x.float()).to(x.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -108,8 +119,8 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> tor
     """
     rotary = cos.shape[-1]
     part = x if rotary == x.shape[-1] else x[..., :rotary]
-    swapped = torch.roll(part, rotary // 2, -1)
-    part.mul_(cos).addcmul_(swapped, signed_sin)
+    swapped = torch.roll(part, rotary // 2, -1).mul_(signed_sin)
+    part.mul_(cos).add_(swapped)
     return x
 
 

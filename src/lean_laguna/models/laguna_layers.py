@@ -97,24 +97,25 @@ class Attention(nn.Module):
         """
         assert self._packed is not None, "pack() comes first"
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
-        num_rows = x.shape[0]
+        num_rows, plan = x.shape[0], step.plan
+        # q | k | v | gate, side by side: k is normed with q and stored with v, so both pairs are one view each.
         joint = dispatch.linear(x, self._packed)
-        width = (heads + kv_heads) * head_dim
-        qk = joint[:, :width].unflatten(1, (heads + kv_heads, head_dim))
+        qk = joint[:, : (heads + kv_heads) * head_dim].view(num_rows, heads + kv_heads, head_dim)
         dispatch.rms_scale_(qk, self.q_norm.eps)
-        q = qk[:, :heads].mul_(self.q_norm.weight)
-        qk[:, heads:].mul_(self.k_norm.weight)
+        q, k = qk.split((heads, kv_heads), 1)
+        q.mul_(self.q_norm.weight)
+        k.mul_(self.k_norm.weight)
         dispatch.rotate_(qk, step.cos, step.signed_sin)
-        plan = step.plan
-        own = joint[: plan.num_rows, heads * head_dim : width + kv_heads * head_dim]
-        own = own.unflatten(1, (2, kv_heads, head_dim))
+        own = joint[: plan.num_rows, heads * head_dim : (heads + 2 * kv_heads) * head_dim]
         if plan.kept_rows is not None:
             own = own.index_select(0, plan.kept_rows)
-        kv.view(-1, 2, kv_heads, head_dim).index_copy_(0, plan.slots, own.to(kv.dtype))
+        if own.dtype != kv.dtype:
+            own = own.to(kv.dtype)
+        kv.view(-1, 2 * kv_heads * head_dim).index_copy_(0, plan.slots, own)
         out = dispatch.paged_attention(q, kv, plan, head_dim**-0.5)
         if self.gating != "off":
-            gate = dispatch.softplus(joint[:, width + kv_heads * head_dim :])
-            out.mul_(gate.unflatten(1, (heads, -1)))
+            gate = dispatch.softplus(joint[:, (heads + 2 * kv_heads) * head_dim :])
+            out.mul_(gate.view(num_rows, heads, -1))
         return dispatch.linear(out.view(num_rows, heads * head_dim), self.o_proj.weight)
 
     def dense(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:

@@ -20,12 +20,12 @@ _PIECE = 1024
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Return the angle per position of each rotating pair, [R / 2] float32."""
     rotary = rope.rotary_dim(head_dim)
-    periods = rope.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary)
+    periods = rope.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary)
     kept = 1.0 / periods
     if rope.rope_type != "yarn":
         return kept
     low, high = _ramp_ends(rope, rotary)
-    ramp = torch.clamp((torch.arange(rotary // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    ramp = torch.clamp((torch.arange(rotary // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
     # transformers' order of operations, so that float32 rounds alike.
     share_kept = 1 - ramp
     return 1.0 / (rope.factor * periods) * (1 - share_kept) + kept * share_kept
@@ -56,7 +56,7 @@ class RotaryEmbedding:
         self._inverse = inverse_frequencies(rope, head_dim)
         self._scaling = rope.attention_scaling
         self._inverse_on: dict[torch.device, torch.Tensor] = {}
-        self._table = torch.empty(0, 2, self.rotary_dim)
+        self._table = torch.empty(0, 2, self.rotary_dim, device="cpu")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each [..., R] float32, of integer positions [...]."""
@@ -81,7 +81,7 @@ class RotaryEmbedding:
         """Return cos and sin of positions 0 .. at least ``num_positions - 1``, [N, 2, R] float32 on the CPU."""
         while self._table.shape[0] < num_positions:
             first = self._table.shape[0]
-            pieces = [torch.stack(self.compute(torch.arange(at, at + _PIECE)), dim=1) for at in
+            pieces = [torch.stack(self.compute(torch.arange(at, at + _PIECE, device="cpu")), dim=1) for at in
                       range(first, max(num_positions, min(2 * first, self.max_positions)), _PIECE)]
             self._table = torch.cat((self._table, *pieces))
         return self._table

@@ -1,0 +1,138 @@
+"""Read tensors of a checkpoint folder: one file or many, memory-mapped, checked before use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lean_laguna.core.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+
+
+class CheckpointReader:
+    """Tensors of a checkpoint by name; opens files on demand and maps them into memory.
+
+    Every file is checked at construction: it is there, its header is sound and its length is what the header says.
+    """
+
+    def __init__(self, path: str | Path):
+        """Open a folder, or one ``.safetensors`` file.
+
+        Raises:
+            CheckpointError: A file is missing, truncated or damaged; names it.
+        """
+        self.path = Path(path)
+        self._file_of: dict[str, Path] = {}
+        self._headers: dict[str, dict[str, Any]] = {}
+        self._open: dict[Path, Any] = {}
+        promised = self._promised_files()
+        for file in sorted(set(promised.values())) if promised else self._loose_files():
+            for name, entry in _read_header(file).items():
+                if name in self._file_of:
+                    raise CheckpointError(f"{file}: tensor '{name}' is also in {self._file_of[name].name}")
+                self._file_of[name], self._headers[name] = file, entry
+        for name, file in promised.items():
+            if self._file_of.get(name) != file:
+                raise CheckpointError(f"{file}: tensor '{name}' is missing, though {_INDEX} says that it is there")
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header."""
+        return tuple(self._headers[name]["shape"])
+
+    def dtype_name(self, name: str) -> str:
+        """Number format of a tensor as safetensors spells it, such as ``BF16``."""
+        return str(self._headers[name]["dtype"])
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a tensor as stored, on the CPU, mapped and not copied where the format allows.
+
+        Raises:
+            CheckpointError: The tensor cannot be read.
+        """
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{file}: tensor '{name}' cannot be read: {error}") from None
+        return tensor
+
+    def close(self) -> None:
+        """Release the mapped files."""
+        self._open.clear()
+
+    def _promised_files(self) -> dict[str, Path]:
+        if self.path.is_file():
+            return {}
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: not found; expected a checkpoint folder or a .safetensors file")
+        index = self.path / _INDEX
+        if not index.exists():
+            return {}
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            promised = {str(name): self.path / str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: cannot be read as a weight index: {error!r}") from None
+        for file in sorted(set(promised.values())):
+            if not file.exists():
+                count = sum(owner == file for owner in promised.values())
+                raise CheckpointError(f"{file}: shard not found; {_INDEX} says that it holds {count} tensors")
+        return promised
+
+    def _loose_files(self) -> list[Path]:
+        if self.path.is_file():
+            return [self.path]
+        single = self.path / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            others = sorted(file.name for file in self.path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+            found = f"found {', '.join(others)}" if others else "found none"
+            raise CheckpointError(f"{self.path}: no *.safetensors file; only safetensors are read; {found}")
+        return files
+
+
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Parse and check a safetensors header against the file's length."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            raw = stream.read(length) if size >= 8 + length else b""
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    if size < 8 or not raw:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file: {size} bytes, the header alone needs more")
+    header: Any = None
+    with contextlib.suppress(ValueError):
+        header = json.loads(raw)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    try:
+        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+        sound = all(isinstance(entry["shape"], list) and isinstance(entry["dtype"], str) for entry in header.values())
+    except (KeyError, TypeError, IndexError, ValueError):
+        ends, sound = [], False
+    if not sound:
+        raise CheckpointError(f"{file}: not a safetensors file: its header lacks shapes, types or offsets")
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        state = "truncated" if size < expected else "longer than its header says"
+        raise CheckpointError(f"{file}: {state}: found {size} bytes, expected {expected}")
+    return header
