@@ -12,9 +12,11 @@ from typing import Any
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
 _GROWTH_PER_ROW = 0.1  # verification time added by a row where nothing else is known
-_DECAY = 0.98  # weight an accepted or rejected draft keeps when the next one comes: about 50 count
+_DECAY = 0.98  # weight that what happened to a draft keeps with each later draft: about 50 count
 _PRIOR_RATE = 0.75  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
+_SURPRISE = 2.0  # summed misses of the expectation, in whole drafts, that mean the text has changed
+_KEPT_AFTER_SURPRISE = 0.2  # weight that the past keeps then
 
 
 class StepTimes:
@@ -97,17 +99,38 @@ class StepTimes:
 
 
 class AcceptanceRates:
-    """Probability that draft i is accepted once all before it were, from decayed counts of what happened."""
+    """Probability that draft i is accepted once all before it were, from decayed counts of what happened.
+
+    Text changes its kind at once (prose, then code), so drafts that do much better or worse than expected for
+    some steps running make the estimate forget most of the past (a two-sided cumulative sum test).
+    """
 
     def __init__(self, max_draft_tokens: int):
         self._accepted = [0.0] * max_draft_tokens
         self._tried = [0.0] * max_draft_tokens
+        self._surplus = self._deficit = 0.0
 
     def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Take one verified block: the accepted drafts, and the rejected one if there is one."""
-        for index in range(min(num_accepted_tokens + 1, num_draft_tokens)):
-            self._tried[index] = self._tried[index] * _DECAY + 1
-            self._accepted[index] = self._accepted[index] * _DECAY + (index < num_accepted_tokens)
+        """Take one verified block: the accepted drafts, and the rejected one if there is one.
+
+        All drafted positions age, tried or not: one that is seldom reached must not live on old evidence.
+        """
+        if not num_draft_tokens:
+            return
+        decay = _DECAY
+        if self._is_surprised(num_draft_tokens, num_accepted_tokens):
+            decay = _KEPT_AFTER_SURPRISE
+            self._surplus = self._deficit = 0.0
+        for index in range(num_draft_tokens):
+            self._tried[index] = self._tried[index] * decay + (index <= num_accepted_tokens)
+            self._accepted[index] = self._accepted[index] * decay + (index < num_accepted_tokens)
+
+    def _is_surprised(self, num_draft_tokens: int, num_accepted_tokens: int) -> bool:
+        expected = self.tokens_per_step()[num_draft_tokens] - 1
+        gap, slack = num_accepted_tokens - expected, 0.25 * (expected + 0.5)
+        self._surplus = max(0.0, self._surplus + (gap - slack) / (num_draft_tokens + 1))
+        self._deficit = max(0.0, self._deficit - (gap + slack) / (num_draft_tokens + 1))
+        return max(self._surplus, self._deficit) > _SURPRISE
 
     def tokens_per_step(self) -> list[float]:
         """Return the expected tokens of a step, bonus included, for 0, 1, 2, ... drafts.

@@ -91,3 +91,33 @@ def test_a_copy_goes_its_own_way():
     twin.add(2, 0)
     assert rates.to_dict() != twin.to_dict()
     assert AcceptanceRates.from_dict(rates.to_dict(), 2).tokens_per_step() == rates.tokens_per_step()
+
+
+def steps_until(rates, num_accepted, reached):
+    for step in range(1, 200):
+        rates.add(7, num_accepted)
+        if reached(rates.tokens_per_step()[7]):
+            return step
+    raise AssertionError
+
+
+def test_a_change_of_text_is_believed_within_a_few_steps():
+    rates = AcceptanceRates(7)
+    for _ in range(200):
+        rates.add(7, 6)
+    assert rates.tokens_per_step()[7] > 5
+    assert steps_until(rates, 0, lambda tokens: tokens < 2) < 25
+    for _ in range(200):
+        rates.add(7, 0)
+    assert steps_until(rates, 7, lambda tokens: tokens > 5) < 25
+
+
+def test_a_position_that_is_no_longer_reached_does_not_live_on_old_evidence():
+    rates = AcceptanceRates(7)
+    for _ in range(200):
+        rates.add(7, 7)
+    for _ in range(40):
+        rates.add(7, 0)
+        rates.add(7, 0)
+        rates.add(7, 1)
+    assert rates.tokens_per_step()[7] == pytest.approx(1 + 1 / 3, abs=0.1)

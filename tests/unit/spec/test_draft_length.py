@@ -77,9 +77,9 @@ def test_it_turns_drafting_on_when_drafts_begin_to_be_accepted_and_off_again():
     controller = DraftLengthController(15)
     assert usual(run(paper, controller, 500)) == 0
     rates[:] = GOOD
-    assert usual(run(paper, controller, 300)) >= 5
+    assert usual(run(paper, controller, 100)) >= 5
     rates[:] = POOR
-    assert usual(run(paper, controller, 300)) == 0
+    assert usual(run(paper, controller, 100)) == 0
 
 
 def test_long_contexts_where_drafting_costs_more_than_it_gains_turn_it_off():
