@@ -1,0 +1,78 @@
+"""``torch.compile`` where it is faster, eager where it is not or fails; one line says which and why."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+CompileMode = Literal["auto", "on", "off"]
+
+
+def choose_compiled(
+    variants: Sequence[F],
+    probe: Callable[[F], None],
+    *,
+    name: str,
+    device: torch.device,
+    mode: CompileMode,
+    report: Callable[[str], None],
+    repeats: int = 5,
+) -> F:
+    """Return the first variant that compiles and runs, or the last one, uncompiled, if that is faster.
+
+    Args:
+        variants: The same function written in different ways, the preferred one first; the last must run eagerly.
+        probe: Runs a variant once on real shapes, backward pass included; leaves no trace behind.
+        name: For the report.
+        device: ``auto`` compiles on CUDA only.
+        mode: ``on`` keeps the compiled form even if it is slower, ``off`` never compiles.
+        report: Receives one line for each attempt.
+        repeats: Timed runs of each form.
+    """
+    plain = variants[-1]
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return plain
+    for index, variant in enumerate(variants):
+        try:
+            started = time.monotonic()
+            compiled = cast(F, torch.compile(variant, dynamic=False))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(3):
+                    probe(compiled)
+                _wait(device)
+                compile_s = time.monotonic() - started
+                fast = _seconds(probe, compiled, device, repeats)
+                probe(plain)
+                slow = _seconds(probe, plain, device, repeats)
+        except Exception as error:  # whatever the compiler raises, training goes on without it
+            reason = (str(error).strip().splitlines() or [""])[0][:160]
+            report(f"{name}: variant {index} does not compile: {type(error).__name__}: {reason}")
+            continue
+        kept = compiled if fast < slow or mode == "on" else plain
+        which = f"variant {index} compiled" if kept is compiled else "eager"
+        report(
+            f"{name}: {which}; compiled {fast * 1e3:.1f} ms, eager {slow * 1e3:.1f} ms, compiling took {compile_s:.0f} s"
+        )
+        return kept
+    report(f"{name}: eager")
+    return plain
+
+
+def _seconds(probe: Callable[[F], None], function: F, device: torch.device, repeats: int) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        probe(function)
+    _wait(device)
+    return (time.perf_counter() - started) / repeats
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

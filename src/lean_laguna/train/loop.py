@@ -1,0 +1,221 @@
+"""The training loop shared by target and drafter: budget, schedule, log, validation, checkpoints, resume.
+
+What is trained is a :class:`Task`; the loop knows nothing about models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lean_laguna.core.errors import CheckpointError, DataError
+from lean_laguna.train.recipe import OptimizerRecipe
+from lean_laguna.train.schedule import Budget, learning_rate
+
+_MAX_ROLLBACKS = 2
+
+
+class Task(Protocol):
+    """What the loop trains. Everything random depends on the step number alone, so that resuming is exact."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose parameters (those that require gradients) and buffers are trained and saved."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens or block rows per step, for the rate in the log."""
+
+    def loss(self, step: int) -> Tensor:
+        """Return the scalar loss of a step."""
+
+    def after_step(self, progress: float) -> None:
+        """Do what follows an optimiser step."""
+
+    def validate(self) -> dict[str, float]:
+        """Score held-out data."""
+
+    def export(self) -> None:
+        """Write the model as others read it, atomically."""
+
+
+@dataclass
+class RunLog:
+    """One JSON object a line in a file, and a short line on the terminal.
+
+    Attributes:
+        path: The JSONL file; appended to, so that a resumed run continues it.
+        echo: Receives the readable line.
+    """
+
+    path: Path
+    echo: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Log one event."""
+        row = {"event": kind, "time": round(time.time(), 2), **values}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = " ".join(f"{k}={_short(v)}" for k, v in values.items() if not isinstance(v, dict | list))
+        self.echo(f"{kind:9} {shown}")
+
+
+@dataclass
+class _State:
+    """What a checkpoint holds besides weights and moments."""
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    lr_scale: float = 1.0
+
+
+def train(
+    task: Task,
+    optimizer_recipe: OptimizerRecipe,
+    budget: Budget,
+    folder: Path,
+    log: RunLog,
+    *,
+    val_every_s: float,
+    save_every_s: float,
+    log_every: int = 25,
+) -> dict[str, float]:
+    """Train until the budget is used, then validate and export.
+
+    Resumes from ``folder/state.pt`` if it is there. With a step budget the weights do not depend on where a run
+    was cut; with a time budget the clock goes on from where it stood.
+
+    Returns:
+        The last validation's figures.
+
+    Raises:
+        DataError: The loss was not finite three times, each time after going back to the last checkpoint with
+            half the learning rate.
+    """
+    optimizer = make_optimizer(task.module, optimizer_recipe)
+    state_path = folder / "state.pt"
+    state = _restore(state_path, task, optimizer)
+    if state.step:
+        log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
+    started = time.monotonic() - state.elapsed_s
+    last_val = last_save = last_log = time.monotonic()
+    logged_step, rollbacks = state.step, 0
+    while True:
+        state.elapsed_s = time.monotonic() - started
+        progress = budget.progress(state.step, state.elapsed_s)
+        if progress >= 1.0:
+            break
+        rate = learning_rate(optimizer_recipe, progress) * state.lr_scale
+        loss, norm = _step(task, optimizer, rate, optimizer_recipe.clip, state.step)
+        state.step += 1
+        task.after_step(progress)
+        if state.step % log_every and state.step != 1:
+            continue
+        value, now = float(loss), time.monotonic()  # reading the loss waits for the device
+        if not (math.isfinite(value) and math.isfinite(float(norm))):
+            rollbacks += 1
+            if rollbacks > _MAX_ROLLBACKS or not state_path.exists():
+                raise DataError(f"the loss is {value} at step {state.step}; lower 'lr' in the recipe")
+            scale = state.lr_scale * 0.5
+            state = _restore(state_path, task, optimizer)
+            state.lr_scale = scale
+            log.write("rollback", step=state.step, lr_scale=scale)
+            started, logged_step, last_log = now - state.elapsed_s, state.step, now
+            continue
+        per_second = (state.step - logged_step) / max(1e-9, now - last_log)
+        left = _seconds_left(budget, state.step, now - started, per_second)
+        log.write(
+            "step", step=state.step, progress=round(progress, 4), loss=round(value, 4), lr=rate,
+            grad_norm=round(float(norm), 3), tok_per_s=round(per_second * task.tokens_per_step), eta_s=round(left),
+        )  # fmt: skip
+        last_log, logged_step = now, state.step
+        if now - last_val >= val_every_s and progress < 0.97:
+            log.write("val", step=state.step, **task.validate())
+            last_val = time.monotonic()
+        if now - last_save >= save_every_s:
+            state.elapsed_s = time.monotonic() - started
+            _save(state_path, task, optimizer, state)
+            task.export()
+            last_save = time.monotonic()
+    task.export()  # first: what is on disk survives a limit that strikes during validation
+    _save(state_path, task, optimizer, state)
+    result = task.validate()
+    log.write("final", step=state.step, elapsed_s=round(time.monotonic() - started, 1), **result)
+    return result
+
+
+def make_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices and expert banks only; fused on a GPU."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim >= 2 and "norm" not in name and "embed" not in name
+            (decayed if is_matrix else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    on_gpu = any(p.is_cuda for p in module.parameters())
+    betas = (recipe.betas[0], recipe.betas[1])
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=1e-10, fused=on_gpu)
+
+
+def _step(
+    task: Task, optimizer: torch.optim.Optimizer, rate: float, clip: float, step: int
+) -> tuple[Tensor, Tensor]:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = task.loss(step)
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = nn.utils.clip_grad_norm_([p for p in task.module.parameters() if p.grad is not None], clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach(), norm
+
+
+def _seconds_left(budget: Budget, step: int, elapsed_s: float, steps_per_s: float) -> float:
+    if budget.seconds is not None:
+        return max(0.0, budget.seconds - elapsed_s)
+    return max(0, (budget.steps or 0) - step) / max(1e-9, steps_per_s)
+
+
+def _save(path: Path, task: Task, optimizer: torch.optim.Optimizer, state: _State) -> None:
+    """Write beside, then rename: a kill leaves the old file or the new one, never half of one."""
+    held = {
+        "module": task.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "state": {"step": state.step, "elapsed_s": state.elapsed_s, "lr_scale": state.lr_scale},
+    }
+    beside = path.with_suffix(".tmp")
+    torch.save(held, beside)
+    os.replace(beside, path)
+
+
+def _restore(path: Path, task: Task, optimizer: torch.optim.Optimizer) -> _State:
+    """Load ``state.pt`` if present; otherwise return a fresh state."""
+    if not path.exists():
+        return _State()
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        task.module.load_state_dict(held["module"])
+        optimizer.load_state_dict(held["optimizer"])
+    except (KeyError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            f"'{path}' does not fit this recipe or is damaged: {error}; remove it to start anew"
+        ) from None
+    return _State(**held["state"])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

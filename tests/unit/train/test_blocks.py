@@ -1,0 +1,161 @@
+import pytest
+import torch
+
+from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.train.blocks import (
+    BlockAttention,
+    block_mask,
+    context_mask,
+    make_blocks,
+    sample_anchors,
+)
+from lean_laguna.train.drafter import block_hidden
+
+MASK = 12
+
+
+def drafter_config(causal=True, window=5):
+    return DFlashConfig.from_dict(
+        {
+            "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "intermediate_size": 24, "layer_types": ["sliding_attention"] * 2, "sliding_window": window,
+            "gating": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 10000.0,
+            "vocab_size": 32, "draft_vocab_size": 32, "block_size": 6, "num_target_layers": 3,
+            "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": MASK, "causal": causal},
+        }
+    )  # fmt: skip
+
+
+def test_anchors_are_sorted_distinct_and_supervised_with_a_supervised_successor():
+    loss_mask = torch.zeros(3, 20, dtype=torch.bool)
+    loss_mask[0, 5:15], loss_mask[1, 18:] = True, True
+    loss_mask[2, 3] = True
+    anchors, valid = sample_anchors(loss_mask, 8, torch.Generator().manual_seed(0))
+    assert valid.sum(1).tolist() == [8, 1, 0]
+    chosen = anchors[0].tolist()
+    assert chosen == sorted(set(chosen))
+    assert all(5 <= a <= 13 for a in chosen)
+    assert anchors[1, valid[1]].tolist() == [18]
+
+
+def test_anchors_depend_on_the_generator_alone():
+    loss_mask = torch.ones(2, 30, dtype=torch.bool)
+    first, second = (sample_anchors(loss_mask, 5, torch.Generator().manual_seed(3))[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_blocks_hold_anchor_masks_positions_and_labels():
+    tokens = torch.arange(100, 110)[None]
+    loss_mask = torch.ones(1, 10, dtype=torch.bool)
+    anchors = torch.tensor([[2, 7]])
+    blocks = make_blocks(tokens, loss_mask, anchors, torch.ones(1, 2, dtype=torch.bool), 4, MASK)
+    assert blocks.input_ids.tolist() == [[102, MASK, MASK, MASK], [107, MASK, MASK, MASK]]
+    assert blocks.positions.tolist() == [[2, 3, 4, 5], [7, 8, 9, 10]]
+    assert blocks.labels[0].tolist() == [103, 104, 105]
+    assert blocks.label_mask.tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_supervision_is_a_prefix_of_the_block_and_ends_with_the_document():
+    tokens = torch.arange(10)[None]
+    loss_mask = torch.ones(1, 10, dtype=torch.bool)
+    loss_mask[0, 4] = False
+    documents = torch.tensor([[0] * 7 + [1] * 3])
+    anchors, valid = torch.tensor([[2, 5, 8]]), torch.tensor([[True, True, False]])
+    blocks = make_blocks(tokens, loss_mask, anchors, valid, 5, MASK, documents)
+    assert blocks.label_mask.tolist() == [
+        [True, False, False, False],
+        [True, False, False, False],
+        [False] * 4,
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_equal_the_rule_by_brute_force(window, causal):
+    anchors, slots, length = torch.tensor([[0, 3, 9]]), 4, 12
+    far, near = (
+        context_mask(anchors, slots, length, window)[0],
+        block_mask(slots, window, causal, torch.device("cpu")),
+    )
+    for j, a in enumerate(anchors[0].tolist()):
+        for k in range(slots):
+            for i in range(length):
+                assert far[j * slots + k, i] == (i < a and (window is None or a + k - i < window))
+            for t in range(slots):
+                allowed = t <= k or not causal
+                assert near[k, t] == (allowed and (window is None or abs(t - k) < window))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_equals_a_loop_over_rows(causal):
+    generator = torch.Generator().manual_seed(0)
+    batch, length, per, slots, heads, kv, size, window = 2, 9, 3, 4, 4, 2, 8, 5
+    anchors = torch.tensor([[1, 4, 8], [0, 2, 7]])
+    documents = torch.tensor([[0] * 9, [0] * 5 + [1] * 4])
+    q = torch.randn(batch * per, slots, heads, size, generator=generator)
+    ck, cv = (torch.randn(batch * length, kv, size, generator=generator) for _ in range(2))
+    bk, bv = (torch.randn(batch * per, slots, kv, size, generator=generator) for _ in range(2))
+    attend = BlockAttention(anchors, length, (window,), (causal,), documents)
+    out = attend(0, q, ck, cv, bk, bv)
+    for n in range(batch * per):
+        b, a = n // per, int(anchors[n // per, n % per])
+        for k in range(slots):
+            seen = [
+                i for i in range(a)
+                if a + k - i < window and documents[b, i] == documents[b, a]
+            ]  # fmt: skip
+            own = [t for t in range(slots) if (t <= k or not causal) and abs(t - k) < window]
+            for h in range(heads):
+                j = h // (heads // kv)
+                keys = torch.stack([ck[b * length + i, j] for i in seen] + [bk[n, t, j] for t in own])
+                values = torch.stack([cv[b * length + i, j] for i in seen] + [bv[n, t, j] for t in own])
+                expected = torch.softmax(keys @ q[n, k, h] * size**-0.5, 0) @ values
+                torch.testing.assert_close(
+                    out[n, k, h], expected, rtol=1e-5, atol=1e-5
+                )  # float32 sums, other order
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_does_not_see_the_anchors_state_or_anything_later(causal):
+    torch.manual_seed(0)
+    drafter = DFlashDrafter(drafter_config(causal))
+    drafter.init_weights(0.2)
+    embedding = torch.randn(32, 16)
+    tokens, aux = torch.randint(13, 32, (2, 14)), torch.randn(2, 14, 2, 16)
+    anchors = torch.tensor([[3, 4, 6, 9], [2, 5, 7, 11]])  # closer than a block: blocks overlap
+    valid, loss_mask = torch.ones_like(anchors, dtype=torch.bool), torch.ones(2, 14, dtype=torch.bool)
+
+    def hidden(tokens, aux):
+        blocks = make_blocks(tokens, loss_mask, anchors, valid, 6, MASK)
+        return block_hidden(drafter, embedding[blocks.input_ids], aux, blocks).view(2, 4, 5, 16)
+
+    before = hidden(tokens, aux)
+    for b in range(2):
+        for j in range(4):
+            a = int(anchors[b, j])
+            other_tokens, other_aux = tokens.clone(), aux.clone()
+            other_tokens[b, a + 1 :] = 0
+            other_aux[b, a:] = 7.0
+            assert torch.equal(hidden(other_tokens, other_aux)[b, j], before[b, j])
+            other_aux = aux.clone()
+            other_aux[b, a - 1] = 7.0
+            assert not torch.equal(hidden(tokens, other_aux)[b, j], before[b, j])  # the test can see a change
+
+
+def test_a_causal_block_gives_the_same_rows_when_it_is_shorter():
+    torch.manual_seed(0)
+    drafter = DFlashDrafter(drafter_config(causal=True))
+    drafter.init_weights(0.2)
+    embedding, tokens, aux = torch.randn(32, 16), torch.randint(13, 32, (1, 14)), torch.randn(1, 14, 2, 16)
+    anchors, loss_mask = torch.tensor([[3, 7]]), torch.ones(1, 14, dtype=torch.bool)
+    rows = []
+    for slots in (3, 6):
+        blocks = make_blocks(
+            tokens, loss_mask, anchors, torch.ones_like(anchors, dtype=torch.bool), slots, MASK
+        )
+        rows.append(block_hidden(drafter, embedding[blocks.input_ids], aux, blocks)[:, :2])
+    torch.testing.assert_close(
+        rows[0], rows[1], rtol=1e-5, atol=1e-6
+    )  # products of other shapes, same numbers

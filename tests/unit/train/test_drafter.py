@@ -1,0 +1,73 @@
+import pytest
+import torch
+from tiny import DRAFTER_MODEL, drafter_recipe, selfgen_recipe, target_recipe
+
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.train.dataset import load_tokens
+from lean_laguna.train.drafter import evaluate, train_drafter
+from lean_laguna.train.selfgen import generate_held_out, generate_text
+from lean_laguna.train.target import build_target
+
+
+@pytest.fixture(scope="module")
+def setting(data):
+    target = build_target(target_recipe(init_std=0.1), torch.device("cpu"), "test").requires_grad_(False)
+    recipe = selfgen_recipe()
+    val = load_tokens(data, "val")
+    return {
+        "target": target,
+        "text": generate_text(target, load_tokens(data, "train"), recipe),
+        "held_out": {"greedy": generate_held_out(target, val, recipe, 0.0), "sampled": generate_held_out(target, val, recipe, 0.8)},
+    }  # fmt: skip
+
+
+def run(setting, folder, recipe=None, **budget):
+    return train_drafter(
+        recipe or drafter_recipe(),
+        **setting,
+        work=folder / "work",
+        out=folder / "out",
+        provenance={"target": "x"},
+        **budget,
+    )
+
+
+@pytest.mark.parametrize("loss", ["dpace", "decay"])
+def test_three_steps_train_evaluate_and_leave_a_drafter_that_loads(setting, tmp_path, loss):
+    drafter, figures = run(setting, tmp_path, drafter_recipe(loss=loss), steps=3)
+    assert 1.0 <= figures["greedy_tau_chain"] <= 4.0
+    assert 1.0 <= figures["sampled_tau_chain"] <= 4.0
+    loaded = load_drafter(tmp_path / "out", setting["target"].config)
+    for (name, ours), theirs in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().bfloat16().float(), theirs, msg=name)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(setting, tmp_path, monkeypatch):
+    whole, _ = run(setting, tmp_path / "whole", steps=5)
+    import lean_laguna.train.loop as loop
+
+    monkeypatch.setattr(loop.Budget, "progress", lambda self, step, elapsed_s: step / 5 if step < 3 else 1.0)
+    run(setting, tmp_path / "cut", steps=5)
+    monkeypatch.undo()
+    resumed, _ = run(setting, tmp_path / "cut", steps=5)
+    for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_training_raises_acceptance(setting, tmp_path):
+    before = run(setting, tmp_path / "a", steps=1)[1]
+    after = run(setting, tmp_path / "b", steps=60)[1]
+    assert after["greedy_pos_acc_1"] > before["greedy_pos_acc_1"]
+
+
+def test_a_drafter_for_another_target_is_refused(setting, tmp_path):
+    with pytest.raises(ConfigError, match="hidden_size"):
+        run(setting, tmp_path, drafter_recipe(model=DRAFTER_MODEL | {"hidden_size": 24}), steps=1)
+
+
+def test_evaluation_does_not_depend_on_how_rows_are_grouped(setting, tmp_path):
+    drafter, _ = run(setting, tmp_path, steps=2)
+    for text in setting["held_out"].values():
+        one, other = (evaluate(drafter, setting["target"], text, 3, rows=rows) for rows in (1, 16))
+        assert one == pytest.approx(other)

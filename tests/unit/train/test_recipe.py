@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.train.recipe import (
+    CorpusRecipe,
+    DrafterRecipe,
+    TargetRecipe,
+    TokenizerRecipe,
+    build_recipe,
+    load_recipe,
+)
+
+RECIPES = Path(__file__).parents[3] / "recipes" / "nano"
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(ConfigError, match="'seq_length'.*did you mean 'seq_len'"):
+        build_recipe(TargetRecipe, {"model": {}, "seq_length": 1}, "recipe")
+
+
+def test_an_unknown_key_in_a_table_names_the_table():
+    with pytest.raises(ConfigError, match="'optimizer': unknown key 'learning'"):
+        build_recipe(TargetRecipe, {"model": {}, "optimizer": {"learning": 1.0}}, "recipe")
+
+
+def test_a_wrong_type_is_named():
+    with pytest.raises(ConfigError, match="'seq_len' is '8'; int is expected"):
+        build_recipe(TargetRecipe, {"model": {}, "seq_len": "8"}, "recipe")
+    with pytest.raises(ConfigError, match="'include_stdlib' is 1; bool is expected"):
+        build_recipe(CorpusRecipe, {"requirements": [], "held_out": [], "include_stdlib": 1}, "recipe")
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError, match="missing key 'model'"):
+        build_recipe(TargetRecipe, {}, "recipe")
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_recipe(TargetRecipe, tmp_path / "x.toml")
+    (tmp_path / "y.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_recipe(TargetRecipe, tmp_path / "y.toml")
+
+
+def test_the_shipped_recipes_are_valid_and_fit_together():
+    corpus = load_recipe(CorpusRecipe, RECIPES / "corpus.toml")
+    assert all("==" in requirement for requirement in corpus.requirements)
+    target = load_recipe(TargetRecipe, RECIPES / "target.toml")
+    drafter = load_recipe(DrafterRecipe, RECIPES / "dflash.toml")
+    config = LagunaConfig.from_dict(target.model)
+    assert config.vocab_size == load_recipe(TokenizerRecipe, RECIPES / "tokenizer.toml").vocab_size
+    DFlashConfig.from_dict(drafter.model).check_target(config)
