@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from lean_laguna.models.checkpoint import save_laguna
-
 from lean_laguna.models.drafter_checkpoint import save_drafter
-from support.engines import VOCAB, tiny_config, tiny_drafter, tiny_target
+from support.drafters import laguna_json, random_drafter
+from support.engines import VOCAB, tiny_config, tiny_target
 from support.templates import SOURCES
 from support.tokenizers import write_tokenizer
 
@@ -23,6 +23,13 @@ def write_tiny_target(folder: Path) -> Path:
 
 
 def write_tiny_drafter(folder: Path) -> Path:
-    """Write a DFlash drafter for the tiny target in the native format."""
-    save_drafter(tiny_drafter(layers="SS"), folder)
+    """Write a random DFlash drafter for the tiny target, with a block of 16."""
+    config = laguna_json(
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        num_target_layers=4,
+        block_size=16,
+        dflash_config={"target_layer_ids": [0, 2, 3], "mask_token_id": 5, "causal": True},
+    )
+    save_drafter(random_drafter(config), folder)
     return folder

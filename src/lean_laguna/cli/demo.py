@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lean_laguna.backends.local import LocalBackend
 from lean_laguna.bench.rounds import Plan
-from lean_laguna.cli.drafts import DRAFT_STYLE, DraftColours
+from lean_laguna.cli.drafts import DRAFT_STYLE, DraftColours, harmless
 from lean_laguna.core.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Side:
         """Add what is new in ``output``."""
         completion, times = output.outputs[0], output.times
         for piece, is_draft in self.colours.new_pieces(completion):
-            self.text.append(piece, style=DRAFT_STYLE if is_draft else "not dim")
+            self.text.append(harmless(piece), style=DRAFT_STYLE if is_draft else "not dim")
         if times.first_token_s is not None and times.last_token_s is not None:
             seconds = times.last_token_s - times.first_token_s
             self.rate = (len(completion.token_ids) - 1) / seconds if seconds else None

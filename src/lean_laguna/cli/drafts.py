@@ -9,6 +9,14 @@ from lean_laguna.core.types import CompletionOutput, SamplingParams
 from lean_laguna.models.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DRAFT_STYLE = "green"
+# What a model writes must not steer the terminal: control characters are shown as their symbols.
+_SYMBOLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_SYMBOLS |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}
+
+
+def harmless(text: str) -> str:
+    """Return text with control characters other than line break and tab made visible."""
+    return text.translate(_SYMBOLS)
 
 
 class DraftColours:
@@ -54,11 +62,12 @@ class StreamPrinter:
     def show(self, completion: CompletionOutput) -> None:
         """Print what is new."""
         if self._colours is None:
-            self._console.file.write(completion.text[self._num_chars :])
+            new = completion.text[self._num_chars :]
+            self._console.file.write(harmless(new) if self._console.is_terminal else new)
             self._num_chars = len(completion.text)
         else:
             line = Text()
             for text, is_draft in self._colours.new_pieces(completion):
-                line.append(text, style=DRAFT_STYLE if is_draft else "")
+                line.append(harmless(text), style=DRAFT_STYLE if is_draft else "")
             self._console.print(line, end="", soft_wrap=True, highlight=False)
         self._console.file.flush()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lean_laguna.cli.drafts import DraftColours, StreamPrinter
+from lean_laguna.cli.drafts import DraftColours, StreamPrinter, harmless
 from lean_laguna.core.types import CompletionOutput, SamplingParams
 from lean_laguna.models.tokenizer import Tokenizer
 from support.tokenizers import byte_level_json
@@ -69,3 +69,14 @@ def test_a_terminal_gets_colour_and_nothing_else_changes():
     coloured = printed(show_drafts=True, terminal=True)
     assert "\x1b[32m" in coloured
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printed(show_drafts=False, terminal=False)
+
+
+def test_text_cannot_steer_the_terminal():
+    assert harmless("a\x1b]0;title\x07b\r\n\tc\x9bd") == "a␛]0;title␇b␍\n\tc\ufffdd"
+
+
+@given(st.text())
+def test_ordinary_text_is_left_alone(text):
+    shown = harmless(text)
+    assert len(shown) == len(text)
+    assert all(a == b for a, b in zip(text, shown, strict=True) if a.isprintable() or a in "\n\t")
