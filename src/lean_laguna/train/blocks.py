@@ -1,8 +1,8 @@
 """Blocks to train a DFlash drafter on: anchors, inputs, labels, and who may see what.
 
-A block at anchor a holds the token at a (known) and masks at a+1, a+2, ...; slot k predicts the token at a + k.
-It sees target states of positions strictly before a: at inference the anchor's own state does not exist yet.
-Source: training.md 1.3-1.5; DeepSpec common.py (contiguous supervision); vLLM (window per query).
+A block at anchor a holds the token at a (known) and masks at a+1, a+2, ...; slot k predicts the token at a +
+k. It sees target states of positions strictly before a: at inference the anchor's own state does not exist
+yet. Source: training.md 1.3-1.5; DeepSpec common.py (contiguous supervision); vLLM (window per query).
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def choose_compiled(
     """Return the first variant that compiles and runs, or the last one, uncompiled, if that is faster.
 
     Args:
-        variants: The same function written in different ways, the preferred one first; the last must run eagerly.
+        variants: The same function written in different ways, the preferred one first; the last must run
+            eagerly.
         probe: Runs a variant once on real shapes, backward pass included; leaves no trace behind.
         name: For the report.
         device: ``auto`` compiles on CUDA only.

@@ -1,7 +1,8 @@
 """The training corpus: pinned, permissively licensed distributions in; documents and a manifest out.
 
 The manifest says which file of which distribution was used and its checksum; it holds no text. Held-out
-distributions are read first, so that a training file which repeats held-out text is dropped, never the reverse.
+distributions are read first, so that a training file which repeats held-out text is dropped, never the
+reverse.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Measure acceptance at every position of held-out text written by the target.
 
-    A draft is accepted when it equals the text's token: the target's argmax for greedy text, its sample otherwise;
-    the drafter then samples with the same noise, as the engine does.
+    A draft is accepted when it equals the text's token: the target's argmax for greedy text, its sample
+    otherwise; the drafter then samples with the same noise, as the engine does.
 
     Args:
         drafter: The network.

@@ -92,8 +92,8 @@ def train(
 ) -> dict[str, float]:
     """Train until the budget is used, then validate and export.
 
-    Resumes from ``folder/state.pt`` if it is there. With a step budget the weights do not depend on where a run
-    was cut; with a time budget the clock goes on from where it stood.
+    Resumes from ``folder/state.pt`` if it is there. With a step budget the weights do not depend on where a
+    run was cut; with a time budget the clock goes on from where it stood.
 
     Returns:
         The last validation's figures.

@@ -26,8 +26,9 @@ def decay_weights(num_draft_tokens: int, loss_decay: float, device: torch.device
 def dpace_weights(label_probs: Tensor, mask: Tensor, alpha: float) -> Tensor:
     """Return the detached D-PACE weights, [N, G] float32.
 
-    u_j = sum over m >= j of the product over i <= m of ((1 - alpha) q_i + alpha): how much of the expected accepted
-    length depends on slot j, smoothed by ``alpha``. Slots outside the mask neither get nor give weight.
+    u_j = sum over m >= j of the product over i <= m of ((1 - alpha) q_i + alpha): how much of the expected
+    accepted length depends on slot j, smoothed by ``alpha``. Slots outside the mask neither get nor give
+    weight.
 
     Args:
         label_probs: [N, G] drafter probability of the label.

@@ -1,7 +1,7 @@
 """Drafter metrics, defined once. G is the number of draft tokens, L(a) how many are accepted at anchor a.
 
-``tau_chain`` walks as greedy decoding does and equals the served mean acceptance length; ``eal`` averages over
-all anchors alike and overstates it.
+``tau_chain`` walks as greedy decoding does and equals the served mean acceptance length; ``eal`` averages
+over all anchors alike and overstates it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def expected_acceptance_length(accepted: Tensor) -> float:
 def chain_counts(accepted: Sequence[int], first_anchor: int, end: int) -> tuple[int, int]:
     """Walk one sequence as greedy decoding does.
 
-    The first cycle's anchor is the token that the prefill emitted; each cycle emits the accepted drafts and one
-    token of the target, and the last of these is the next anchor. Drafts that would pass ``end`` are not made.
+    The first cycle's anchor is the token that the prefill emitted; each cycle emits the accepted drafts and
+    one token of the target, and the last of these is the next anchor. Drafts that would pass ``end`` are not
+    made.
 
     Args:
         accepted: L at each position of the sequence (unused before ``first_anchor``).

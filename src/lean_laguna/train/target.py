@@ -31,8 +31,8 @@ LossFunction = Callable[[LagunaForCausalLM, Tensor], tuple[Tensor, Tensor]]
 def build_target(recipe: TargetRecipe, device: torch.device, where: str) -> LagunaForCausalLM:
     """Make a target with fresh float32 weights, the same for the same seed.
 
-    Matrices are N(0, init_std^2), those that write to the residual stream divided by sqrt(2 layers); norms are
-    one, correction biases zero.
+    Matrices are N(0, init_std^2), those that write to the residual stream divided by sqrt(2 layers); norms
+    are one, correction biases zero.
     """
     config = LagunaConfig.from_dict(recipe.model, where)
     model = LagunaForCausalLM(config)

@@ -35,8 +35,8 @@ SPLIT_PATTERN = (
 
 SYSTEM_PROMPT = "You write Python."
 CHAT_TEMPLATE = """\
-{#- laguna_glm_thinking_v8 layout, in our own words: turns without blank lines, thinking off is a bare </think> -#}
-{%- set thinking = enable_thinking | default(false) -%}
+{#- laguna_glm_thinking_v8 layout, in our own words: turns without blank lines, thinking off is a bare
+</think> -#} {%- set thinking = enable_thinking | default(false) -%}
 {{- "〈|EOS|〉" -}}
 {%- if messages and messages[0].role == "system" -%}
 {%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}
