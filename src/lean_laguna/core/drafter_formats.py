@@ -96,6 +96,8 @@ def parse_zlab(config: Fields) -> dict[str, Any]:
     fields = _qwen3(config)
     is_sliding = _qwen3_layer_types(config, fields["num_hidden_layers"])
     window = _qwen3_window(config)
+    if any(is_sliding) and window is None:
+        raise config.wrong("use_sliding_window", "true where 'layer_types' has sliding_attention")
     taps = draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
     if taps is None:
         taps = _zlab_default_taps(config.count("num_target_layers"), fields["num_hidden_layers"])

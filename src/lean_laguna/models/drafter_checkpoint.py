@@ -8,7 +8,7 @@ z-lab dflash 0.1.0 model.py, speculators 0.9.0 model.py and models/dflash/core.p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,38 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import atomic_write_bytes
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.models.checkpoint import CheckpointReader
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.safetensors_reader import CheckpointReader
 
 # The target's own weights, which some writers leave in the drafter's file; the originals are used instead.
 _BORROWED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-_PREFIXES = ("model.", "language_model.model.", "language_model.")
+_PREFIXES = ("language_model.", "model.")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _NAMED_AT_MOST = 8
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one parameter comes from: the named tensors, joined along rows (or stacked, for vectors).
+    """The checkpoint tensors that one parameter is made of, joined along its first dimension.
 
     Attributes:
-        shapes: Checkpoint names in order, each with its shape.
-        fused: One tensor that may stand for all of them, or None.
+        shapes: Names in order, each with its shape; a vector fills one row of the parameter.
+        fused: The name of one tensor that may stand for all of them, or None.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     fused: str | None = None
+
+    def places(self, parameter: Tensor, fused: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and the part of the parameter that each fills, as a view."""
+        if fused and self.fused is not None:
+            yield self.fused, parameter
+            return
+        start = 0
+        for name, shape in self.shapes.items():
+            rows = 1 if len(shape) < parameter.ndim else shape[0]
+            yield name, parameter[start : start + rows].view(shape)
+            start += rows
 
 
 def load_drafter(
@@ -58,27 +70,25 @@ def load_drafter(
         dtype: Of the weights in memory.
         device: Where they go; tensors are read one by one.
 
+    Returns:
+        The drafter, in evaluation mode, without gradients.
+
     Raises:
         CheckpointError: A target or another kind of drafter; missing, extra, misshapen or non-finite tensors;
-            a vocabulary map that is absent or contradicts itself.
+            a vocabulary map that is absent or contradicts itself; a damaged file.
         ConfigError: A config value is wrong, or does not fit the target; names found and expected.
     """
     folder = Path(path)
     config = DFlashConfig.from_file(folder)
     config.check_target(target_config, str(folder))
-    reader = CheckpointReader(folder)
-    stored = _stored_names(reader.names())
-    sources = _sources(config)
-    _check_names(config, sources, stored, folder)
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
-    for name, parameter in list(drafter.named_parameters()):
-        tensor = _assemble(sources[name], reader, stored, folder).to(device=device, dtype=dtype)
-        assert tensor.shape == parameter.shape, name
-        _assign(drafter, name, torch.nn.Parameter(tensor, requires_grad=False))
-    if config.has_own_lm_head:
-        drafter.d2t = _vocabulary_map(config, reader, stored, folder).to(device)
-    return drafter.eval()
+    drafter.requires_grad_(False).eval()
+    loader = _Loader(CheckpointReader(folder), drafter)
+    loader.check()
+    drafter.to(dtype).to_empty(device=device)
+    loader.fill()
+    return drafter
 
 
 def save_drafter(
@@ -100,25 +110,23 @@ def save_drafter(
 
     Raises:
         ConfigError: Another format, a drafter that it cannot express, or a folder that cannot be written.
+        CheckpointError: A weight is not finite.
     """
     if format != "laguna":
         raise ConfigError(f"drafters are written in the format 'laguna', found {format!r}")
-    config = drafter.config.to_dict()
-    tensors: dict[str, Tensor] = {}
-    for name, source in _sources(drafter.config).items():
-        value = drafter.get_parameter(name).detach().to(device="cpu", dtype=dtype or drafter.norm.dtype)
-        if source.fused is not None:
-            tensors[source.fused] = value.clone(memory_format=torch.contiguous_format)
-            continue
-        rows = [shape[0] for shape in source.shapes.values()]
-        parts = torch.split(value.flatten() if _is_stacked(source) else value, rows)
-        tensors |= {
-            part: piece.clone(memory_format=torch.contiguous_format)
-            for part, piece in zip(source.shapes, parts, strict=True)
-        }
-    config["dtype"] = str(dtype or drafter.norm.dtype).removeprefix("torch.")
+    kind = dtype or drafter.norm.dtype
+    config = drafter.config.to_dict() | {"dtype": str(kind).removeprefix("torch.")}
     if provenance:
         config["provenance"] = dict(provenance)
+    tensors: dict[str, Tensor] = {}
+    for name, source in _sources(drafter.config).items():
+        value = drafter.get_parameter(name).detach().to(device="cpu", dtype=kind)
+        if not torch.isfinite(value).all():
+            raise CheckpointError(
+                f"{path}: weight {name} has values that are not finite; nothing was written"
+            )
+        for part, view in source.places(value.contiguous(), fused=True):
+            tensors[part] = view.clone()
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,6 +134,100 @@ def save_drafter(
         raise ConfigError(f"cannot write the folder {folder}: {error.strerror or error}") from None
     atomic_write_bytes(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     atomic_write_bytes(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+class _Loader:
+    """Matches the tensors of a drafter's files with its parameters."""
+
+    def __init__(self, reader: CheckpointReader, drafter: DFlashDrafter):
+        self.reader, self.drafter, self.config = reader, drafter, drafter.config
+        self.sources = _sources(drafter.config)
+        self.stored: dict[str, str] = {}
+        for name in reader.names():
+            plain = name
+            for prefix in _PREFIXES:
+                plain = plain.removeprefix(prefix)
+            if plain in self.stored:
+                raise CheckpointError(
+                    f"{reader.file_of(name)}: tensor '{name}' is also stored as '{self.stored[plain]}'"
+                )
+            self.stored[plain] = name
+
+    def check(self) -> None:
+        """Refuse missing, extra and misshapen tensors, from the headers alone."""
+        wanted, missing = self._wanted()
+        if missing:
+            raise CheckpointError(
+                f"{self.reader.path}: {len(missing)} of {len(wanted)} tensors are missing from a "
+                f"{self.config.format} DFlash drafter of this config: {_listed(missing)}"
+            )
+        optional = {*_BORROWED, "t2d", "d2t", "lm_head.weight"}
+        extra = [name for plain, name in self.stored.items() if plain not in wanted and plain not in optional]
+        if extra:
+            raise CheckpointError(
+                f"{self.reader.file_of(extra[0])}: {len(extra)} tensors have no place in a "
+                f"{self.config.format} DFlash drafter of this config: {_listed(extra)}"
+            )
+        for plain, shape in wanted.items():
+            found = self.reader.shape(self.stored[plain])
+            if found != shape:
+                raise CheckpointError(
+                    f"{self._where(plain)}: found shape {list(found)}, expected {list(shape)}"
+                )
+            kind = self.reader.dtype_name(self.stored[plain])
+            if plain != "d2t" and kind not in _FLOATS:
+                raise CheckpointError(
+                    f"{self._where(plain)}: found type {kind}, expected one of {', '.join(_FLOATS)}; "
+                    "quantised drafters are not supported"
+                )
+
+    def fill(self) -> None:
+        """Copy every tensor into its place."""
+        for name, source in self.sources.items():
+            for plain, place in source.places(self.drafter.get_parameter(name).data, self._is_fused(source)):
+                place.copy_(self.reader.get(self.stored[plain]))
+                if not torch.isfinite(place).all():
+                    raise CheckpointError(f"{self._where(plain)}: not all values are finite in {place.dtype}")
+        if self.drafter.d2t is not None:
+            self.drafter.d2t.copy_(self._vocabulary_map())
+        self.reader.close()
+
+    def _wanted(self) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """Return all tensors of this drafter with their shapes, and the names of those that are missing."""
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name, source in self.sources.items():
+            fused = source.fused
+            if fused is not None and not any(part in self.stored for part in source.shapes):
+                wanted[fused] = tuple(self.drafter.get_parameter(name).shape)
+            else:
+                wanted |= source.shapes
+        if self.config.has_own_lm_head:
+            wanted["d2t"] = (self.config.draft_vocab_size,)
+        return wanted, [name for name in wanted if name not in self.stored]
+
+    def _is_fused(self, source: _Source) -> bool:
+        return source.fused in self.stored
+
+    def _vocabulary_map(self) -> Tensor:
+        """Return d2t [Vd]: target word = draft word + d2t[draft word]; checked, against t2d too."""
+        d2t = self.reader.get(self.stored["d2t"]).to(torch.int64)
+        words = torch.arange(len(d2t)) + d2t
+        vocab_size = self.config.vocab_size
+        if not bool(((words >= 0) & (words < vocab_size)).all()) or len(set(words.tolist())) != len(words):
+            raise CheckpointError(
+                f"{self._where('d2t')}: must map each draft word to a target word of its own in "
+                f"0..{vocab_size - 1}"
+            )
+        if "t2d" in self.stored:
+            marked = torch.zeros(vocab_size, dtype=torch.bool)
+            marked[words] = True
+            if not torch.equal(self.reader.get(self.stored["t2d"]).bool(), marked):
+                raise CheckpointError(f"{self._where('t2d')}: names other target words than 'd2t' maps to")
+        return d2t
+
+    def _where(self, plain: str) -> str:
+        stored = self.stored[plain]
+        return f"{self.reader.file_of(stored)}: tensor '{stored}'"
 
 
 def _sources(config: DFlashConfig) -> dict[str, _Source]:
@@ -143,21 +245,20 @@ def _sources(config: DFlashConfig) -> dict[str, _Source]:
         "norm": one("norm.weight", width),
     }
     if config.has_aux_norms:
-        sources["aux_hidden_norms"] = _Source(
-            {f"aux_hidden_norms.{j}.weight": (width,) for j in range(num_taps)}
-        )
+        norms = {f"aux_hidden_norms.{j}.weight": (width,) for j in range(num_taps)}
+        sources["aux_hidden_norms"] = _Source(norms)
     if config.has_own_lm_head:
         sources["lm_head.weight"] = one("lm_head.weight", config.draft_vocab_size, width)
     for i in range(config.num_hidden_layers):
         layer, attn = f"layers.{i}.", f"layers.{i}.self_attn."
-        split = {
+        heads = {
             f"{attn}{part}_proj.weight": (rows, width) for part, rows in (("q", q), ("k", kv), ("v", kv))
         }
         mlp = {f"{layer}mlp.{part}_proj.weight": (inner, width) for part in ("gate", "up")}
         sources |= {
             f"{layer}input_layernorm": one(f"{layer}input_layernorm.weight", width),
             f"{layer}post_attention_layernorm": one(f"{layer}post_attention_layernorm.weight", width),
-            f"{attn}qkv_proj.weight": _Source(split, fused=f"{attn}qkv_proj.weight"),
+            f"{attn}qkv_proj.weight": _Source(heads, fused=f"{attn}qkv_proj.weight"),
             f"{attn}o_proj.weight": one(f"{attn}o_proj.weight", width, q),
             f"{attn}q_norm": one(f"{attn}q_norm.weight", head),
             f"{attn}k_norm": one(f"{attn}k_norm.weight", head),
@@ -170,100 +271,6 @@ def _sources(config: DFlashConfig) -> dict[str, _Source]:
     return sources
 
 
-def _is_stacked(source: _Source) -> bool:
-    return len(source.shapes) > 1 and all(len(shape) == 1 for shape in source.shapes.values())
-
-
-def _stored_names(names: Iterable[str]) -> dict[str, str]:
-    """Map plain names to the names in the file, which may carry a prefix."""
-    stored = {}
-    for name in names:
-        plain = name
-        for prefix in _PREFIXES:
-            plain = plain.removeprefix(prefix)
-        stored[plain] = name
-    return stored
-
-
-def _check_names(
-    config: DFlashConfig, sources: Mapping[str, _Source], stored: Mapping[str, str], folder: Path
-) -> None:
-    wanted: set[str] = set()
-    missing: list[str] = []
-    for source in sources.values():
-        fused = source.fused
-        names = [fused] if fused is not None and fused in stored else list(source.shapes)
-        wanted.update(names)
-        if fused is not None and not any(name in stored for name in names):
-            missing.append(fused)
-        else:
-            missing += [name for name in names if name not in stored]
-    optional = {*_BORROWED, "d2t", "t2d"} | (set() if config.has_own_lm_head else {"lm_head.weight"})
-    if config.has_own_lm_head and "d2t" not in stored:
-        missing.append("d2t")
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of the {len(wanted)} tensors of a {config.format} DFlash drafter are "
-            f"missing: {_listed(missing)}"
-        )
-    extra = sorted(stored[name] for name in stored if name not in wanted and name not in optional)
-    if extra:
-        raise CheckpointError(
-            f"{folder}: {len(extra)} tensors have no place in a {config.format} DFlash drafter with this "
-            f"config: {_listed(extra)}"
-        )
-
-
 def _listed(names: list[str]) -> str:
     rest = len(names) - _NAMED_AT_MOST
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _assemble(source: _Source, reader: CheckpointReader, stored: Mapping[str, str], folder: Path) -> Tensor:
-    """Read the tensors of one parameter and join them."""
-    shapes = source.shapes
-    if source.fused is not None and source.fused in stored:
-        shapes = {source.fused: (sum(s[0] for s in shapes.values()), *next(iter(shapes.values()))[1:])}
-    parts = [_read(reader, stored[name], shape, folder) for name, shape in shapes.items()]
-    if _is_stacked(source):
-        return torch.stack(parts)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _read(reader: CheckpointReader, name: str, shape: tuple[int, ...], folder: Path) -> Tensor:
-    found = tuple(reader.shape(name))
-    if found != shape:
-        raise CheckpointError(f"{folder}: tensor {name} must have shape {list(shape)}, found {list(found)}")
-    tensor = reader.get(name)
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-        raise CheckpointError(f"{folder}: tensor {name} holds values that are not finite")
-    return tensor
-
-
-def _vocabulary_map(
-    config: DFlashConfig, reader: CheckpointReader, stored: Mapping[str, str], folder: Path
-) -> Tensor:
-    """Return d2t [Vd] int64: target word = draft word + d2t[draft word]."""
-    d2t = _read(reader, stored["d2t"], (config.draft_vocab_size,), folder).to(torch.int64)
-    words = torch.arange(config.draft_vocab_size) + d2t
-    if (
-        int(words.min()) < 0
-        or int(words.max()) >= config.vocab_size
-        or torch.unique(words).numel() != words.numel()
-    ):
-        raise CheckpointError(
-            f"{folder}: tensor d2t must map each draft word to a target word of its own, 0 to "
-            f"{config.vocab_size - 1}"
-        )
-    if "t2d" in stored:
-        t2d = _read(reader, stored["t2d"], (config.vocab_size,), folder).bool()
-        if not torch.equal(t2d.nonzero().flatten(), words.sort().values):
-            raise CheckpointError(
-                f"{folder}: tensors d2t and t2d name different target words; expected the same set"
-            )
-    return d2t
-
-
-def _assign(drafter: DFlashDrafter, name: str, parameter: torch.nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(drafter.get_submodule(owner), leaf, parameter)
