@@ -1,11 +1,10 @@
-"""Decode speed of this engine without a drafter against transformers' generate: same weights, prompts,
-threads.
+"""Decode speed of this engine without a drafter against transformers on the same weights.
 
     python scripts/compare_transformers.py --model nano --out results/transformers.json
 
-Interleaved A B B A after warm-up, greedy, float32, batch 1. Needs transformers (requirements/oracle.txt). The
-outputs
-are compared too: the two compute the same function in another order of sums, so a near-tie may part them.
+Same prompts and threads, interleaved A B B A after warm-up, greedy, float32, batch 1. Needs transformers
+(requirements/oracle.txt). The outputs are compared too: the two compute the same function in another order of
+sums, so a near-tie may part them.
 """
 
 from __future__ import annotations
@@ -121,13 +120,12 @@ def main() -> int:
     }
     if args.out:
         engines = {"transformers": theirs.info(), "ours": ours.info()}
-        atomic_write_json(args.out, describe("ab", plan, measured, engines=engines))
+        atomic_write_json(args.out, describe("comparison", plan, measured, engines=engines))
     for name, metrics in measured["sides"].items():
         print(f"{name:14} decode {metrics['decode_tok_per_s']['median']:8.1f} tok/s")
     if ratio:
-        print(
-            f"ours / transformers: {ratio.median:.2f} ({min(ratio.values):.2f}-{max(ratio.values):.2f} over the repeats)"
-        )
+        spread = f"{min(ratio.values):.2f}-{max(ratio.values):.2f} over the repeats"
+        print(f"ours / transformers: {ratio.median:.2f} ({spread})")
     print(f"outputs: {measured['outputs']['counts']}")
     return 0
 
