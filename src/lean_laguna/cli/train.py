@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean_laguna.cli.parser import Parser, one_of, whole
 from lean_laguna.core.errors import ConfigError, DataError, nearest
+from lean_laguna.core.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,8 @@ def _target(args: argparse.Namespace, started: float, terminal: Terminal) -> dic
     _, figures = train_target(
         recipe, data=args.data, device=_device(args), **_common(args, started, out, file)
     )
+    for tokenizer_file in sorted((args.data / "tokenizer").iterdir()):  # a target is whole with its tokenizer
+        atomic_write_bytes(out / tokenizer_file.name, tokenizer_file.read_bytes())
     return figures
 
 
