@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lean_laguna.kernels.elementwise import scalar
 from lean_laguna.kernels.linear import ROW_TILE, batched_matmul
 
 ATTN_CHUNK = 64
@@ -166,10 +167,11 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -
     if batch.rows is not None:
         q = q.index_select(0, batch.rows)
     tiled = q.view(num_tiles, ROW_TILE, num_kv_heads, per_kv, head_dim).permute(0, 2, 1, 3, 4)
-    queries = tiled.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1, -1).reshape(pairs * num_chunks, tall, head_dim)
-    scores = batched_matmul(queries, keys.transpose(1, 2), scale)
+    spread = tiled.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1, -1)
+    queries = torch.mul(spread, scalar(scale, q.dtype), out=q.new_empty(spread.shape))
+    scores = batched_matmul(queries.view(pairs * num_chunks, tall, head_dim), keys.transpose(1, 2))
     grouped = scores.view(num_tiles, num_kv_heads, num_chunks, ROW_TILE, per_kv, ATTN_CHUNK).permute(0, 1, 3, 4, 2, 5)
-    masked = torch.add(grouped, batch.mask, out=grouped.new_empty(grouped.shape, dtype=torch.float32))
+    masked = torch.add(grouped, batch.mask, out=batch.mask.new_empty(grouped.shape))
     weights = torch.softmax(masked.view(pairs, tall, num_chunks * ATTN_CHUNK), -1).to(q.dtype)
     if num_chunks == 1:
         out = batched_matmul(weights, values)

@@ -13,7 +13,6 @@ from lean_laguna.kernels import reference
 from lean_laguna.kernels.reference import (
     ROW_TILE,
     AttentionPlan,
-    dense_experts,
     moe_experts,
     paged_attention,
     plan_attention,
@@ -27,7 +26,6 @@ __all__ = [
     "ROW_TILE",
     "AttentionPlan",
     "apply_rotary",
-    "dense_experts",
     "linear",
     "moe_experts",
     "paged_attention",

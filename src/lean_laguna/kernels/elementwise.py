@@ -52,14 +52,14 @@ def rms_scale_(x: torch.Tensor, eps: float) -> torch.Tensor:
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     # Single multiplications and additions only: torch may or may not fuse addcmul's two roundings into one, by element.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.mul_(norm).mul_(_scalar(1.0 / x.shape[-1])).add_(_scalar(eps)).rsqrt_()
+    return norm.mul_(norm).mul_(scalar(1.0 / x.shape[-1])).add_(scalar(eps)).rsqrt_()
 
 
 @functools.cache
-def _scalar(value: float) -> torch.Tensor:
-    """A number as a tensor: torch wraps a Python number anew in each call, which costs as much as the operation."""
+def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a number as a CPU tensor: torch wraps a Python number anew in each call, as costly as the operation."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=torch.float32)
+        return torch.tensor(value, dtype=dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

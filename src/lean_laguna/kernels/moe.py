@@ -1,11 +1,23 @@
-"""Routing and experts, each row's bits its own."""
+"""Routing and experts, each row's bits its own.
+
+One definition, three ways to run it that give the same bits: for each row, the sum in ascending expert id of
+down_e(silu(gate_e(x)) * up_e(x) * weight), each product in a tile of ``ROW_TILE`` rows. An expert that a row did not
+choose has weight 0 and adds an exact zero, so a tile may run experts that some of its rows did not choose.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from lean_laguna.kernels.elementwise import sigmoid, silu_and_mul, softcap
-from lean_laguna.kernels.linear import linear
+from lean_laguna.kernels.linear import ROW_TILE, batched_matmul, linear
+
+# Up to so many experts, torch's sum over them adds in ascending order, whichever are zero.
+MAX_BANK = 16
+# Up to so many experts in use, running them one by one beats one batched product over the whole bank.
+_FEW_EXPERTS = 6
+# From so many tiles on, grouping rows by expert beats running the bank on every tile.
+_MANY_TILES = 5
 
 
 def route(
@@ -37,7 +49,7 @@ def route(
 def moe_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Run each row through its experts, only those that a row chose, and add up in ascending expert id.
+    """Run each row through its experts and add up in ascending expert id.
 
     Args:
         x: Rows, [T, D].
@@ -47,45 +59,59 @@ def moe_experts(
         expert_ids: [T, A] int64.
 
     Returns:
-        [T, D] float32.
+        [T, D].
     """
+    num_tiles = -(-x.shape[0] // ROW_TILE)
+    if gate_up.shape[0] > MAX_BANK or num_tiles >= _MANY_TILES or x.shape[0] % ROW_TILE:
+        return _by_expert(x, gate_up, down, weights, expert_ids)
+    by_expert = x.new_zeros(x.shape[0], gate_up.shape[0]).scatter_(1, expert_ids, weights.to(x.dtype))
+    if num_tiles == 1:
+        return _on_tile(x, gate_up, down, by_expert, expert_ids)
+    tiles = zip(x.split(ROW_TILE), by_expert.split(ROW_TILE), expert_ids.split(ROW_TILE), strict=True)
+    return torch.cat([_on_tile(rows, gate_up, down, scale, ids) for rows, scale, ids in tiles])
+
+
+def _on_tile(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, by_expert: torch.Tensor, expert_ids: torch.Tensor
+) -> torch.Tensor:
+    """Run one tile [ROW_TILE, D] with weights [ROW_TILE, E] through a bank."""
+    used = set(expert_ids.flatten().tolist())
+    if len(used) <= _FEW_EXPERTS:
+        total: torch.Tensor | None = None
+        for expert in sorted(used):
+            hidden = silu_and_mul(linear(x, gate_up[expert])).mul_(by_expert[:, expert, None])
+            term = linear(hidden, down[expert])
+            total = term if total is None else total.add_(term)
+        assert total is not None, "every row chose an expert"
+        return total
+    joint = batched_matmul(x.expand(gate_up.shape[0], -1, -1), gate_up.transpose(1, 2))
+    hidden = silu_and_mul(joint).mul_(by_expert.t().unsqueeze(-1))
+    return batched_matmul(hidden, down.transpose(1, 2)).sum(0)
+
+
+def _by_expert(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+) -> torch.Tensor:
+    """Gather the rows of each expert in use, run them in tiles, and bring the terms back to their rows."""
     num_rows, top_k = expert_ids.shape
     ascending, order = expert_ids.sort(dim=-1)
-    weights = weights.gather(1, order)
     # Rows of an expert lie together, in row order.
     by_expert = torch.argsort(ascending.view(-1), stable=True)
     counts = torch.bincount(ascending.view(-1), minlength=gate_up.shape[0]).tolist()
     rows = x.index_select(0, by_expert // top_k)
-    out = x.new_empty(num_rows * top_k, down.shape[1])
+    scale = weights.gather(1, order).view(-1).index_select(0, by_expert).to(x.dtype).unsqueeze(-1)
+    terms = x.new_empty(num_rows * top_k, down.shape[1])
     first = 0
     for expert, count in enumerate(counts):
         if count:
             part = slice(first, first + count)
-            out[part] = linear(silu_and_mul(linear(rows[part], gate_up[expert])), down[expert])
+            hidden = silu_and_mul(linear(rows[part], gate_up[expert])).mul_(scale[part])
+            terms[part] = linear(hidden, down[expert])
             first += count
-    terms = torch.empty_like(out, dtype=torch.float32)
-    terms[by_expert] = out.float()
-    terms = terms.view(num_rows, top_k, -1) * weights.unsqueeze(-1)
-    total = terms[:, 0].clone()
+    by_row = torch.empty_like(terms)
+    by_row[by_expert] = terms
+    by_row = by_row.view(num_rows, top_k, -1)
+    total = by_row[:, 0].clone()
     for i in range(1, top_k):
-        total += terms[:, i]
+        total.add_(by_row[:, i])
     return total
-
-
-def dense_experts(
-    gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Finish a bank of experts that all rows ran through: two products for the whole bank.
-
-    For a small bank this beats visiting experts one by one: an expert with weight 0 adds an exact zero.
-
-    Args:
-        gate_up: What the bank's first product gave, [T, E, 2F], gate first.
-        down: [D, E * F].
-        weights: [T, E], 0 for experts not chosen.
-
-    Returns:
-        [T, D].
-    """
-    hidden = silu_and_mul(gate_up).mul_(weights.unsqueeze(-1))
-    return linear(hidden.view(gate_up.shape[0], -1), down)

@@ -7,13 +7,12 @@ the other rows.
 from lean_laguna.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from lean_laguna.kernels.elementwise import apply_rotary, rms_norm, rms_scale, rms_scale_, rotate_, silu_and_mul, softplus
 from lean_laguna.kernels.linear import ROW_TILE, linear
-from lean_laguna.kernels.moe import dense_experts, moe_experts, route
+from lean_laguna.kernels.moe import moe_experts, route
 
 __all__ = [
     "ROW_TILE",
     "AttentionPlan",
     "apply_rotary",
-    "dense_experts",
     "linear",
     "moe_experts",
     "paged_attention",

@@ -17,11 +17,10 @@ from torch import nn
 
 from lean_laguna.core.model_config import Gating, LagunaConfig
 from lean_laguna.kernels import dispatch
+from lean_laguna.kernels.elementwise import scalar
 from lean_laguna.models.dense_attention import Attend
-from lean_laguna.models.packing import pack_columns, pack_rows
+from lean_laguna.models.packing import lay_out_experts, pack_rows
 
-# A bank up to so many weights runs whole, in two products; a larger one visits the chosen experts only.
-DENSE_BANK_WEIGHTS = 1 << 20
 # Training runs up to so many experts densely, which compiles; more are visited one by one.
 _DENSE_TRAINING_EXPERTS = 32
 
@@ -208,41 +207,29 @@ class SparseMoe(nn.Module):
         self.gate = Router(config)
         self.experts = Experts(config)
         self.shared_experts = MLP(config.hidden_size, config.shared_expert_intermediate_size)
-        # Decided by the shape alone, never by the rows, so that a row's bits are the same in every batch.
-        weights = self.experts.gate_up_proj.numel()
-        has_one_width = config.shared_expert_intermediate_size == config.moe_intermediate_size
-        self.is_dense_bank = has_one_width and weights <= DENSE_BANK_WEIGHTS
         self._packed: torch.Tensor | None = None
-        self._packed_down: torch.Tensor | None = None
 
     def pack(self, packed: bool) -> None:
-        """Join what reads the layer's input for the served path, or forget that it is joined."""
-        self._packed = self._packed_down = None
+        """Lay weights out for the served path, or forget that they are."""
+        self._packed = None
         if not packed:
             return
+        for parameter in (self.experts.gate_up_proj, self.experts.down_proj):
+            lay_out_experts(parameter)
         shared = self.shared_experts
-        joined = [shared.gate_proj.weight, shared.up_proj.weight, self.gate.weight]
-        if self.is_dense_bank:
-            joined = [self.experts.gate_up_proj, *joined]
-            self._packed_down = pack_columns(self.experts.down_proj, shared.down_proj.weight)
-        self._packed = pack_rows(joined)
+        self._packed = pack_rows([shared.gate_proj.weight, shared.up_proj.weight, self.gate.weight])
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Transform packed rows [T, D]."""
         assert self._packed is not None, "pack() comes first"
         joint = dispatch.linear(x, self._packed)
-        weights, expert_ids = self.gate.route(joint[:, -self.num_experts :].float())
-        gate_up = joint[:, : -self.num_experts]
-        if self._packed_down is not None:
-            bank = gate_up.unflatten(1, (self.num_experts + 1, -1))
-            by_expert = joint.new_zeros(x.shape[0], self.num_experts + 1)
-            by_expert[:, -1] = 1.0
-            by_expert.scatter_(1, expert_ids, weights.mul_(self.scaling).to(joint.dtype))
-            return dispatch.dense_experts(bank, self._packed_down, by_expert)
+        shared_gate_up, logits = joint.split((joint.shape[1] - self.num_experts, self.num_experts), 1)
+        weights, expert_ids = self.gate.route(logits.float())
+        weights.mul_(scalar(self.scaling))
         experts = self.experts
         routed = dispatch.moe_experts(x, experts.gate_up_proj, experts.down_proj, weights, expert_ids)
-        shared = dispatch.linear(dispatch.silu_and_mul(gate_up), self.shared_experts.down_proj.weight)
-        return routed.mul_(self.scaling).to(x.dtype).add_(shared)
+        shared = dispatch.linear(dispatch.silu_and_mul(shared_gate_up), self.shared_experts.down_proj.weight)
+        return routed.add_(shared)
 
     def dense(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Transform [B, S, D], differentiably.

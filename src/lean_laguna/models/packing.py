@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lean_laguna.kernels.linear import PANEL_FROM
+
 
 def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Move projections that read the same input into one weight; the parameters become views of it.
@@ -16,13 +18,17 @@ def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
             released.
 
     Returns:
-        The joint weight [N, K]. Wide ones lie transposed in memory, which a BLAS multiplies faster by few rows.
+        The joint weight [N, K].
     """
     width = parameters[0].shape[-1]
     heights = [parameter.numel() // width for parameter in parameters]
     total = sum(heights)
     first = parameters[0]
-    joint = first.new_empty(width, total).t() if total > width else first.new_empty(total, width)
+    # Wide and small: transposed, which a BLAS multiplies faster by few rows; large: rows as they are, in panels.
+    is_wide = width < total and width * total < PANEL_FROM
+    if len(parameters) == 1 and not is_wide and first.is_contiguous():
+        return first
+    joint = first.new_empty(width, total).t() if is_wide else first.new_empty(total, width)
     at = 0
     for parameter, height in zip(parameters, heights, strict=True):
         _move(parameter, joint[at : at + height].unflatten(0, parameter.shape[:-1]))
@@ -30,21 +36,9 @@ def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return joint
 
 
-def pack_columns(bank: nn.Parameter, last: nn.Parameter) -> torch.Tensor:
-    """Move the down projections of experts, and of one more expert of the same width, into one weight.
-
-    Args:
-        bank: [E, D, F].
-        last: [D, F].
-
-    Returns:
-        The joint weight [D, (E + 1) F]; both parameters become views of it.
-    """
-    experts, rows, width = bank.shape
-    joint = bank.new_empty(rows, (experts + 1) * width)
-    _move(bank, joint[:, : experts * width].unflatten(1, (experts, width)).permute(1, 0, 2))
-    _move(last, joint[:, experts * width :])
-    return joint
+def lay_out_experts(parameter: nn.Parameter) -> None:
+    """Lay each expert's weight [E, N, K] transposed in memory, expert by expert; shape and values stay."""
+    _move(parameter, parameter.new_empty(parameter.shape[0], parameter.shape[2], parameter.shape[1]).transpose(1, 2))
 
 
 def _move(parameter: nn.Parameter, view: torch.Tensor) -> None:
