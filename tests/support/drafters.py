@@ -112,7 +112,7 @@ class PagedContext:
         pages = -(-max_positions // PAGE)
         empty = (KVGroup("full", 0, 1, 8, None), KVGroup("sliding", 0, 1, 8, 8))
         self.cache = KVCache(
-            (*empty, *drafter.kv_groups()), (num_requests * pages + 1,) * 4, PAGE, torch.float32, "cpu"
+            (*empty, *drafter.kv_groups()), (num_requests * pages + 1,) * 4, PAGE, drafter.norm.dtype, "cpu"
         )
         for i, group in enumerate(drafter.kv_groups()):
             for layer in range(group.num_layers):

@@ -125,10 +125,12 @@ class DFlashDrafter(nn.Module):
         k = dispatch.rms_scale_(kv[:, :, 0], eps)
         k.mul_(torch.stack([layer.self_attn.k_norm for layer in layers]).unsqueeze(1))
         rotation = self._rotation(batch.positions)
-        slots = {group: batch.slot_mapping(group) for group in {group for group, _ in self._place}}
-        for i, (group, index) in enumerate(self._place):
-            rotation.apply_(k[:, i])
-            kv_cache.write_rows(group, index, slots[group], kv[:, i])
+        dispatch.rotate_(k, rotation.cos.unsqueeze(1), rotation.signed_sin.unsqueeze(1))
+        for group in {group for group, _ in self._place}:
+            own = [i for i, (of, _) in enumerate(self._place) if of == group]
+            kv_cache.write_layers(
+                group, batch.slot_mapping(group), kv if len(own) == len(layers) else kv[:, own]
+            )
 
     @torch.no_grad()
     def propose(self, batch: ForwardBatch, kv_cache: KVCache, embed: Embed) -> Tensor:

@@ -37,8 +37,8 @@ class KVGroup:
 class KVCache:
     """Storage of keys and values; block 0 of each group is the null block and stays zero.
 
-    A layer's storage is [num_blocks, kv_block_size, 2, J, P]: key and value of a token lie side by side, so one copy
-    writes both and one gather reads both.
+    A layer's storage is [num_blocks, kv_block_size, 2, J, P]: key and value of a token lie side by side, so
+    one copy writes both and one gather reads both.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class KVCache:
         self.dtype = dtype
         self._layers = [
             [
-                torch.zeros(blocks, kv_block_size, 2, group.num_kv_heads, group.head_dim, dtype=dtype, device=device)
+                torch.zeros(
+                    blocks, kv_block_size, 2, group.num_kv_heads, group.head_dim, dtype=dtype, device=device
+                )
                 for _ in range(group.num_layers)
             ]
             for group, blocks in zip(self.groups, self.num_blocks, strict=True)
@@ -67,7 +69,7 @@ class KVCache:
         return self._layers[group][layer]
 
     def layer(self, group: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the group's ``layer``-th layer, each [num_blocks, kv_block_size, J, P], as views."""
+        """Views of a layer's keys and values, each [num_blocks, kv_block_size, J, P]."""
         storage = self._layers[group][layer]
         return storage[:, :, 0], storage[:, :, 1]
 
@@ -81,11 +83,21 @@ class KVCache:
             k: Keys [T, J, P].
             v: Values [T, J, P].
         """
-        self.write_rows(group, layer, slots, torch.stack((k, v), dim=1))
+        kept = slots >= self.kv_block_size
+        rows = torch.stack((k, v), dim=1)[kept].to(self.dtype)
+        self._layers[group][layer].view(-1, *rows.shape[1:]).index_copy_(0, slots[kept], rows)
 
-    def write_rows(self, group: int, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store rows [T, 2, J, P] of keys and values at flat ``slots`` [T], in place; null slots are dropped."""
+    def write_layers(self, group: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store keys and values of every layer of a group, in place.
+
+        Args:
+            group: Index of the group.
+            slots: Flat slots [T] int64; those in the null block are dropped.
+            kv: [T, L, 2, J, P], L the group's layers.
+        """
         kept = slots >= self.kv_block_size
         if not bool(kept.all()):
             slots, kv = slots[kept], kv[kept]
-        self._layers[group][layer].view(-1, *kv.shape[1:]).index_copy_(0, slots, kv.to(self.dtype))
+        kv = kv.to(self.dtype)
+        for layer, storage in enumerate(self._layers[group]):
+            storage.view(-1, *kv.shape[2:]).index_copy_(0, slots, kv[:, layer])

@@ -264,6 +264,19 @@ def test_the_training_path_is_one_graph_for_the_compiler():
     torch.testing.assert_close(compiled(), expected, **CLOSE)
 
 
+def test_a_bfloat16_drafter_is_served_from_a_bfloat16_cache():
+    exact, rounded = random_drafter(native(True)), random_drafter(native(True)).to(torch.bfloat16)
+    hidden = []
+    for drafter in (exact, rounded):
+        context = PagedContext(drafter, 2, 40)
+        rows = context.batch({0: (0, 9), 1: (0, 11)})
+        drafter.append_context(taps(20), rows, context.cache)
+        hidden.append(propose(drafter, context, {0: (9, 6), 1: (11, 3)}, torch.arange(9)))
+    assert hidden[1].dtype == torch.bfloat16
+    # bfloat16 keeps 8 bits; two layers of four products each lose a few of them.
+    assert (hidden[1] - hidden[0]).abs().mean() < 0.05
+
+
 def test_a_reduced_vocabulary_proposes_its_own_words_only():
     drafter = random_drafter(speculators_json(draft_vocab_size=5))
     words = torch.tensor([2, 3, 11, 40, 63])
