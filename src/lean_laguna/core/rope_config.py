@@ -20,8 +20,10 @@ _DEFAULTS = {
 }
 _NESTED = ("full_attention", "global_attention", "sliding_attention")
 _KNOWN = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast beta_slow "
-    "attention_factor mscale mscale_all_dim truncate".split()
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast
+    beta_slow attention_factor mscale mscale_all_dim truncate
+    """.split()  # noqa: SIM905
 )
 
 
@@ -107,7 +109,8 @@ class RopeConfig:
         original = given.get("original_max_position_embeddings")
         if isinstance(original, bool) or not isinstance(original, int) or original < 1:
             raise ConfigError(
-                f"{where}: 'original_max_position_embeddings' must be a whole number from 1 for yarn, found {original!r}"
+                f"{where}: 'original_max_position_embeddings' must be a whole number from 1 for yarn, "
+                f"found {original!r}"
             )
         optional = {
             name: _number(given, name, where)
@@ -163,9 +166,14 @@ def read_ropes(config: Mapping[str, Any], where: str, has_sliding: bool) -> tupl
 def _nested(given: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for name, value in given.items():
         if isinstance(value, Mapping) and name not in _NESTED:
-            raise ConfigError(f"{where}: 'rope_parameters' has the unknown layer type '{name}'; known: {', '.join(_NESTED)}")
-    # Keys that stand loose beside the layer types (XS.2 repeats original_max_position_embeddings) fill gaps only.
-    loose = {name: value for name, value in given.items() if not isinstance(value, Mapping) and name in _KNOWN}
+            raise ConfigError(
+                f"{where}: 'rope_parameters' has the unknown layer type '{name}'; known: {', '.join(_NESTED)}"
+            )
+    # Keys that stand loose beside the layer types (XS.2 repeats original_max_position_embeddings) fill gaps
+    # only.
+    loose = {
+        name: value for name, value in given.items() if not isinstance(value, Mapping) and name in _KNOWN
+    }
     full = given.get("full_attention") or given.get("global_attention")
     sliding = given.get("sliding_attention")
 
@@ -182,7 +190,9 @@ def _flat(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     scaling = config.get("rope_scaling")
     if given is None and scaling is None and config.get("rope_theta") is None:
-        return _DEFAULTS["full_attention"], config.get("swa_rope_parameters") or _DEFAULTS["sliding_attention"]
+        return _DEFAULTS["full_attention"], config.get("swa_rope_parameters") or _DEFAULTS[
+            "sliding_attention"
+        ]
     full = {**(scaling or {}), **(given or {})}
     if "rope_theta" not in full and config.get("rope_theta") is None:
         raise ConfigError(f"{where}: 'rope_theta' is missing; give it beside or in rope_parameters")
@@ -190,8 +200,8 @@ def _flat(
     if sliding is None:
         if has_sliding:
             warnings.warn(
-                f"{where}: no swa_rope_parameters and no rope_parameters per layer type; sliding layers use the rotary "
-                "embedding of full layers",
+                f"{where}: no swa_rope_parameters and no rope_parameters per layer type; sliding "
+                "layers use the rotary embedding of full layers",
                 stacklevel=5,
             )
         sliding = full
@@ -204,7 +214,12 @@ def _number(given: Mapping[str, Any], name: str, where: str, default: float | No
         if default is None:
             raise ConfigError(f"{where}: '{name}' is missing; it must be a number above 0")
         return default
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found) or found <= 0:
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, int | float)
+        or not math.isfinite(found)
+        or found <= 0
+    ):
         raise ConfigError(f"{where}: '{name}' must be a number above 0, found {found!r}")
     return float(found)
 

@@ -1,9 +1,10 @@
 """Attention over paged keys and values in fixed chunks of the context, each row's bits its own.
 
-Queries run in tiles of ``ROW_TILE`` rows of one sequence, keys in chunks of ``ATTN_CHUNK`` absolute positions. A
-chunk that a row cannot see contributes an exact zero, so it does not matter how far the tile reaches beyond the row,
-nor which rows share the tile. Keys and values of positions that are not visible to any row of the tile are read from
-the null page, which is zero: what lies in unwritten pages never enters a product.
+Queries run in tiles of ``ROW_TILE`` rows of one sequence, keys in chunks of ``ATTN_CHUNK`` absolute
+positions. A chunk that a row cannot see contributes an exact zero, so it does not matter how far the tile
+reaches beyond the row, nor which rows share the tile. Keys and values of positions that are not visible to
+any row of the tile are read from the null page, which is zero: what lies in unwritten pages never enters a
+product.
 
 Shapes: B tiles, S chunks, M = ROW_TILE * H / J query rows per kv head.
 """
@@ -24,7 +25,8 @@ from lean_laguna.kernels.linear import ROW_TILE, batched_matmul
 ATTN_CHUNK = 64
 # Elements of keys and values gathered at once: bounds the memory of a prefill step (64 MiB in float32).
 _MAX_GATHERED = 1 << 24
-# Tiles are computed together while their chunks, padded to the longest tile, number at most this or this share.
+# Tiles are computed together while their chunks, padded to the longest tile, number at most this or this
+# share.
 _MIN_CHUNKS, _MAX_PADDING = 64, 1.25
 
 
@@ -53,8 +55,8 @@ class TileBatch:
     """Tiles computed together.
 
     Attributes:
-        rows: Packed row of each tile row, [B * ROW_TILE] int64; rows beyond a span repeat its last row. None where
-            tile rows and packed rows are the same.
+        rows: Packed row of each tile row, [B * ROW_TILE] int64; rows beyond a span repeat its last row. None
+            where tile rows and packed rows are the same.
         kv_rows: Row of the storage seen as [.., P] for keys, then for values, by tile, kv head and position,
             [2 * B * J * S * ATTN_CHUNK] int64.
         mask: 0 where a row sees a key and -inf elsewhere, [B, 1, ROW_TILE, 1, S, ATTN_CHUNK] float32.
@@ -99,8 +101,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Lay out the attention of a forward pass over one KV group.
 
-    A row at position p sees the keys at positions ``max(0, p - window + 1) .. p``, its own among them, which must be
-    written before attention runs.
+    A row at position p sees the keys at positions ``max(0, p - window + 1) .. p``, its own among them, which
+    must be written before attention runs.
 
     Args:
         spans: Sequences of the batch, covering the packed rows in order.
@@ -170,7 +172,9 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -
     spread = tiled.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1, -1)
     queries = torch.mul(spread, scalar(scale, q.dtype), out=q.new_empty(spread.shape))
     scores = batched_matmul(queries.view(pairs * num_chunks, tall, head_dim), keys.transpose(1, 2))
-    grouped = scores.view(num_tiles, num_kv_heads, num_chunks, ROW_TILE, per_kv, ATTN_CHUNK).permute(0, 1, 3, 4, 2, 5)
+    grouped = scores.view(num_tiles, num_kv_heads, num_chunks, ROW_TILE, per_kv, ATTN_CHUNK).permute(
+        0, 1, 3, 4, 2, 5
+    )
     masked = torch.add(grouped, batch.mask, out=batch.mask.new_empty(grouped.shape))
     weights = torch.softmax(masked.view(pairs, tall, num_chunks * ATTN_CHUNK), -1).to(q.dtype)
     if num_chunks == 1:
@@ -235,13 +239,17 @@ class _Tiles:
         runs, first, widest, total = [], 0, 0, 0
         for i, chunks in enumerate(self.num_chunks.tolist()):
             wider, size = max(widest, chunks), i - first + 1
-            if i > first and wider * size > min(max_chunks, max(_MIN_CHUNKS, _MAX_PADDING * (total + chunks))):
+            if i > first and wider * size > min(
+                max_chunks, max(_MIN_CHUNKS, _MAX_PADDING * (total + chunks))
+            ):
                 runs.append((first, i))
                 first, wider, total = i, chunks, 0
             widest, total = wider, total + chunks
         return [*runs, (first, self.count)]
 
-    def batch(self, first: int, last: int, num_kv_heads: int, is_mapped: bool, device: torch.device | str) -> TileBatch:
+    def batch(
+        self, first: int, last: int, num_kv_heads: int, is_mapped: bool, device: torch.device | str
+    ) -> TileBatch:
         num_chunks = int(self.num_chunks[first:last].max())
         in_tile = np.minimum(np.arange(ROW_TILE), self.rows[first:last, None] - 1)
         row_positions = self.position[first:last, None] + in_tile
@@ -271,7 +279,8 @@ class _Tiles:
         logical = positions // self.kv_block_size
         kept = logical < self.tables.shape[1]
         blocks = self.tables[self.span[tile], np.where(kept, logical, 0)] * kept
-        return blocks * self.kv_block_size + positions % self.kv_block_size
+        slots: np.ndarray = blocks * self.kv_block_size + positions % self.kv_block_size
+        return slots
 
     def packed_rows(self) -> np.ndarray:
         """Tile row of each packed row, [T]."""
@@ -282,4 +291,5 @@ class _Tiles:
         return tile_rows // ROW_TILE
 
     def row_positions(self, tile_rows: np.ndarray) -> np.ndarray:
-        return self.position[tile_rows // ROW_TILE] + tile_rows % ROW_TILE
+        positions: np.ndarray = self.position[tile_rows // ROW_TILE] + tile_rows % ROW_TILE
+        return positions

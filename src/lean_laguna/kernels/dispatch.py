@@ -1,7 +1,7 @@
 """The kernels that models call: the right implementation for the device and for whether gradients are wanted.
 
-With gradients, plain differentiable operations (torch.compile fuses them); without, on a CPU, the row-invariant
-``reference``; without, on a GPU, plain operations until the Triton twins are there.
+With gradients, plain differentiable operations (torch.compile fuses them); without, on a CPU, the
+row-invariant ``reference``; without, on a GPU, plain operations until the Triton twins are there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R dimensions of [T, H, P] by halves with cos and sin [T, R]; see ``reference.apply_rotary``."""
+    """Rotate R of the P dimensions of [T, H, P] with cos and sin [T, R]; see ``reference.apply_rotary``."""
     if torch.is_grad_enabled() or x.device.type != "cpu":
         rotary = cos.shape[-1]
         cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)

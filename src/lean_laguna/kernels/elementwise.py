@@ -1,9 +1,9 @@
 """Activations, norms and rotation, each row's bits independent of the other rows.
 
-The hazard on a CPU: torch runs the body of a contiguous array through vector code and the last few elements through
-scalar code, and the two round transcendental functions differently. Which element is "last" depends on how many rows
-there are. So a transcendental function here always runs over rows that torch cannot merge into one long array
-(``_unmerged``), in calls too small to be cut up between threads (``_MAX_ELEMENTS``).
+The hazard on a CPU: torch runs the body of a contiguous array through vector code and the last few elements
+through scalar code, and the two round transcendental functions differently. Which element is "last" depends
+on how many rows there are. So a transcendental function here always runs over rows that torch cannot merge
+into one long array (``_unmerged``), in calls too small to be cut up between threads (``_MAX_ELEMENTS``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x²) + eps) over the last dimension, computed in float32, in the dtype of ``x``."""
+    """Return x / sqrt(mean(x²) + eps) over the last dimension, computed in float32."""
     wide = x.float()
     return (wide * _inverse_rms(wide, eps)).to(x.dtype)
 
@@ -50,14 +50,16 @@ def rms_scale_(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    # Single multiplications and additions only: torch may or may not fuse addcmul's two roundings into one, by element.
+    # Single multiplications and additions only: torch may or may not fuse addcmul's two roundings into one,
+    # by element.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.mul_(norm).mul_(scalar(1.0 / x.shape[-1])).add_(scalar(eps)).rsqrt_()
+    inverse: torch.Tensor = norm.mul_(norm).mul_(scalar(1.0 / x.shape[-1])).add_(scalar(eps)).rsqrt_()
+    return inverse
 
 
 @functools.cache
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a number as a CPU tensor: torch wraps a Python number anew in each call, as costly as the operation."""
+    """Return a number as a CPU tensor; torch wraps a Python number anew in each call, at some cost."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype)
 
@@ -76,7 +78,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """Softplus of each element in float32, in the dtype of ``x``; linear above 20. Source: torch's softplus."""
+    """Softplus of each element, computed in float32; linear above 20, as torch has it."""
     return by_rows(F.softplus, x) if x.dtype == torch.float32 else by_rows(F.softplus, x.float()).to(x.dtype)
 
 
@@ -141,7 +143,9 @@ def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     rows = max(1, _MAX_ELEMENTS * x.shape[0] // x.numel())
     if x[0].numel() > _MAX_ELEMENTS:
         flat = x.reshape(x.shape[0], -1)
-        return torch.cat([function(_unmerged(part)) for part in flat.split(_MAX_ELEMENTS // 64 * 64, 1)], 1).view(x.shape)
+        return torch.cat(
+            [function(_unmerged(part)) for part in flat.split(_MAX_ELEMENTS // 64 * 64, 1)], 1
+        ).view(x.shape)
     return torch.cat([function(_unmerged(part)) for part in x.split(rows)])
 
 

@@ -1,9 +1,10 @@
 """Matrix products whose rows do not depend on their neighbours, on a CPU.
 
-A BLAS picks its blocking from the number of rows, so one row alone and the same row among eight may differ in the
-last bit. Here every product runs in tiles of a fixed number of rows, so a row's bits depend on that row and on the
-weight alone: prefill, decode and verification agree. Whether this machine's BLAS keeps a row's bits in any slot of a
-tile is checked once for each shape, with random data; where it does not, the rows of that shape run one by one.
+A BLAS picks its blocking from the number of rows, so one row alone and the same row among eight may differ in
+the last bit. Here every product runs in tiles of a fixed number of rows, so a row's bits depend on that row
+and on the weight alone: prefill, decode and verification agree. Whether this machine's BLAS keeps a row's
+bits in any slot of a tile is checked once for each shape, with random data; where it does not, the rows of
+that shape run one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 ROW_TILE = 8
-# Weights of a product from which a BLAS no longer does well by eight rows at once; cut into panels from there on.
+# Weights of a product from which a BLAS no longer does well by eight rows at once; cut into panels
+# from there on.
 PANEL_FROM = 3 << 17
 _PANEL = 256
 
@@ -62,7 +64,7 @@ def _panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
 
 
 def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply matrices pairwise, each row's bits independent of its slot, of its neighbours and of the batch.
+    """Multiply matrices pairwise, each row's bits independent of its slot, its neighbours and the batch.
 
     Args:
         a: [B, M, K].
@@ -130,7 +132,8 @@ def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _report(shape: str) -> None:
     print(
-        f"lean-laguna: this CPU's BLAS mixes the rows of {shape} products with {torch.get_num_threads()} threads, so "
-        "these run row by row; output stays exact, but this is slower (fewer threads may help: OMP_NUM_THREADS)",
+        f"lean-laguna: this CPU's BLAS mixes the rows of {shape} products with {torch.get_num_threads()} "
+        "threads, so these run row by row; output stays exact, but this is slower (fewer threads may help: "
+        "OMP_NUM_THREADS)",
         file=sys.stderr,
     )

@@ -1,8 +1,9 @@
 """Routing and experts, each row's bits its own.
 
 One definition, three ways to run it that give the same bits: for each row, the sum in ascending expert id of
-down_e(silu(gate_e(x)) * up_e(x) * weight), each product in a tile of ``ROW_TILE`` rows. An expert that a row did not
-choose has weight 0 and adds an exact zero, so a tile may run experts that some of its rows did not choose.
+down_e(silu(gate_e(x)) * up_e(x) * weight), each product in a tile of ``ROW_TILE`` rows. An expert that a row
+did not choose has weight 0 and adds an exact zero, so a tile may run experts that some of its rows did not
+choose.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def route(
 
 
 def moe_experts(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Run each row through its experts and add up in ascending expert id.
 
@@ -72,7 +77,11 @@ def moe_experts(
 
 
 def _on_tile(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, by_expert: torch.Tensor, expert_ids: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    by_expert: torch.Tensor,
+    expert_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Run one tile [ROW_TILE, D] with weights [ROW_TILE, E] through a bank."""
     used = set(expert_ids.flatten().tolist())
@@ -90,7 +99,11 @@ def _on_tile(
 
 
 def _by_expert(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Gather the rows of each expert in use, run them in tiles, and bring the terms back to their rows."""
     num_rows, top_k = expert_ids.shape

@@ -43,19 +43,27 @@ class ForwardBatch:
     kv_block_size: int
 
     def slot_mapping(self, group: int) -> torch.Tensor:
-        """Flat KV slot ``block * kv_block_size + offset`` of each row in a group, [T] int64; below one block: not kept."""
+        """Flat KV slot of each row in a group, [T] int64; slots of the null block mean: not kept."""
         parts = []
         for span in self.spans:
             positions = np.arange(span.first_position, span.first_position + span.num_rows)
             table = np.asarray(span.block_tables[group], dtype=np.int64)
-            parts.append(table[positions // self.kv_block_size] * self.kv_block_size + positions % self.kv_block_size)
+            parts.append(
+                table[positions // self.kv_block_size] * self.kv_block_size + positions % self.kv_block_size
+            )
         return torch.from_numpy(np.concatenate(parts)).to(self.input_ids.device)
 
     @classmethod
     def single(
-        cls, input_ids: torch.Tensor, first_position: int, block_tables: tuple[tuple[int, ...], ...], kv_block_size: int
+        cls,
+        input_ids: torch.Tensor,
+        first_position: int,
+        block_tables: tuple[tuple[int, ...], ...],
+        kv_block_size: int,
     ) -> ForwardBatch:
         """Batch of one sequence: rows of ``input_ids`` [T] from ``first_position`` on."""
         rows = input_ids.numel()
         positions = torch.arange(first_position, first_position + rows, device=input_ids.device)
-        return cls(input_ids, positions, (SequenceSpan(0, rows, first_position, block_tables),), kv_block_size)
+        return cls(
+            input_ids, positions, (SequenceSpan(0, rows, first_position, block_tables),), kv_block_size
+        )

@@ -1,6 +1,7 @@
 """The Laguna target: embedding, decoder layers, final norm, output head.
 
-Parameters carry Hugging Face's names, experts fused as transformers holds them. Weights in and out: ``checkpoint``.
+Parameters carry Hugging Face's names, experts fused as transformers holds them. Weights in and out:
+``checkpoint``.
 
 Source: transformers, models/laguna/modeling_laguna.py.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +71,8 @@ class LagunaModel(nn.Module):
 class LagunaForCausalLM(nn.Module):
     """A Laguna target; owns its weights, not the KV cache.
 
-    On a CPU the served path's rows are independent: hidden states and logits of a row are the same bits in any batch,
-    in prefill, decode and verification.
+    On a CPU the served path's rows are independent: hidden states and logits of a row are the same bits in
+    any batch, in prefill, decode and verification.
     """
 
     def __init__(self, config: LagunaConfig):
@@ -83,7 +84,8 @@ class LagunaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         kinds: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
         self.rotary = {
-            kind: RotaryEmbedding(config.rope(kind), config.head_dim, config.max_position_embeddings) for kind in kinds
+            kind: RotaryEmbedding(config.rope(kind), config.head_dim, config.max_position_embeddings)
+            for kind in kinds
         }
         self._place: list[tuple[int, int]] = []
         counts = [0, 0]
@@ -103,6 +105,11 @@ class LagunaForCausalLM(nn.Module):
                     parameter.zero_()
                 else:
                     parameter.normal_(0.0, std, generator=generator)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """The decoder layers, in order."""
+        return cast("list[DecoderLayer]", list(self.model.layers))
 
     def kv_groups(self) -> tuple[KVGroup, KVGroup]:
         """KV groups of full-attention and of sliding layers, in this order; either may have no layers."""
@@ -142,7 +149,7 @@ class LagunaForCausalLM(nn.Module):
         steps = self._steps(batch, positions)
         residual = F.embedding(ids, self.model.embed_tokens.weight)
         taps: dict[int, torch.Tensor] = {}
-        for i, (layer, (group, index)) in enumerate(zip(self.model.layers, self._place, strict=True)):
+        for i, (layer, (group, index)) in enumerate(zip(self.layers, self._place, strict=True)):
             layer.run(residual, kv_cache.storage(group, index), steps[group])
             if i in tap_layer_ids:
                 taps[i] = residual[:num_rows].clone()
@@ -199,20 +206,22 @@ class LagunaForCausalLM(nn.Module):
         residual = self.embed(input_ids)
         taps: dict[int, torch.Tensor] = {}
         collected: list[torch.Tensor] = []
-        for i, (layer, kind) in enumerate(zip(self.model.layers, self.config.layer_types, strict=True)):
+        for i, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=True)):
             residual, expert_ids = layer.dense(residual, *turns[kind], attends[kind])
             if collect_expert_ids and expert_ids is not None:
                 collected.append(expert_ids)
             if i in tap_layer_ids:
                 taps[i] = residual
         wide = residual.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.model.norm.eps)).to(residual.dtype)
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.model.norm.eps)).to(
+            residual.dtype
+        )
         aux = torch.stack([taps[i] for i in tap_layer_ids], dim=2) if tap_layer_ids else None
         return DenseOutput(normed * self.model.norm.weight, aux, residual, collected)
 
     def pack(self) -> None:
         """Lay weights out for the served path, in place; names, shapes and values stay."""
-        for layer in self.model.layers:
+        for layer in self.layers:
             layer.pack(True)
         if not self.config.tie_word_embeddings:
             pack_rows([self.lm_head.weight])
@@ -220,11 +229,13 @@ class LagunaForCausalLM(nn.Module):
 
     def unpack(self) -> None:
         """Forget the served path's layout; the next ``forward`` makes it anew."""
-        for layer in self.model.layers:
+        for layer in self.layers:
             layer.pack(False)
         self._is_packed = False
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load weights as ``nn.Module.load_state_dict`` does."""
         self.unpack()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -240,15 +251,19 @@ class LagunaForCausalLM(nn.Module):
         steps = []
         for group, kv_group in enumerate(self.kv_groups()):
             kind: LayerType = "full_attention" if group == FULL_GROUP else "sliding_attention"
-            plan = dispatch.plan_attention(
-                batch.spans,
-                group,
-                batch.kv_block_size,
-                kv_group.num_kv_heads,
-                kv_group.head_dim,
-                kv_group.window,
-                device,
-            ) if kv_group.num_layers else None
+            plan = (
+                dispatch.plan_attention(
+                    batch.spans,
+                    group,
+                    batch.kv_block_size,
+                    kv_group.num_kv_heads,
+                    kv_group.head_dim,
+                    kv_group.window,
+                    device,
+                )
+                if kv_group.num_layers
+                else None
+            )
             cos, sin = self.rotary[kind](positions)
             half = sin.shape[-1] // 2
             signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)

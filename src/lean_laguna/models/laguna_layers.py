@@ -1,8 +1,8 @@
 """The layers of a Laguna target: parameters under Hugging Face's names, and the two ways to run them.
 
-``run`` is the served path: packed rows, paged keys, in place, row-invariant on a CPU. ``dense`` is the differentiable
-path over whole sequences. Shapes: T packed tokens, D hidden, H query heads, J kv heads, P head size, E experts,
-F expert width.
+``run`` is the served path: packed rows, paged keys, in place, row-invariant on a CPU. ``dense`` is the
+differentiable path over whole sequences. Shapes: T packed tokens, D hidden, H query heads, J kv heads, P head
+size, E experts, F expert width.
 
 Source: transformers, models/laguna/modeling_laguna.py.
 """
@@ -74,7 +74,7 @@ class Attention(nn.Module):
             self.g_proj = nn.Linear(hidden, gates, bias=False)
         self._packed: torch.Tensor | None = None
 
-    def projections(self) -> list[nn.Parameter]:
+    def projections(self) -> list[torch.Tensor]:
         """Weights that read the layer's input: q, k, v and the gate's."""
         names = ["q_proj", "k_proj", "v_proj"] + (["g_proj"] if self.gating != "off" else [])
         return [getattr(self, name).weight for name in names]
@@ -97,7 +97,8 @@ class Attention(nn.Module):
         assert self._packed is not None, "pack() comes first"
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
         num_rows, plan = x.shape[0], step.plan
-        # q | k | v | gate, side by side: k is normed with q and stored with v, so both pairs are one view each.
+        # q | k | v | gate, side by side: k is normed with q and stored with v, so both pairs are one view
+        # each.
         joint = dispatch.linear(x, self._packed)
         qk = joint[:, : (heads + kv_heads) * head_dim].view(num_rows, heads + kv_heads, head_dim)
         dispatch.rms_scale_(qk, self.q_norm.eps)
@@ -130,7 +131,7 @@ class Attention(nn.Module):
             [B, S, D].
         """
         batch, length, _ = x.shape
-        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        heads, head_dim = self.num_heads, self.head_dim
         weights = self.projections()
         parts = F.linear(x, torch.cat(weights)).split([weight.shape[0] for weight in weights], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts[:3])
@@ -184,7 +185,9 @@ class Router(nn.Module):
 
     def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose from logits [T, E] float32: weights [T, A] float32 and expert ids [T, A]."""
-        return dispatch.route(logits, self.e_score_correction_bias.float(), self.top_k, self.cap, self.norm_topk)
+        return dispatch.route(
+            logits, self.e_score_correction_bias.float(), self.top_k, self.cap, self.norm_topk
+        )
 
 
 class Experts(nn.Module):
@@ -247,7 +250,9 @@ class SparseMoe(nn.Module):
             routed = self._visit(rows, weights, expert_ids)
         return (routed + self.shared_experts.dense(rows)).view_as(x), expert_ids
 
-    def _dense_bank(self, rows: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def _dense_bank(
+        self, rows: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+    ) -> torch.Tensor:
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         joint = F.linear(rows, gate_up.flatten(0, 1)).unflatten(-1, gate_up.shape[:2])
         gate, up = joint.chunk(2, dim=-1)
@@ -260,7 +265,9 @@ class SparseMoe(nn.Module):
         for expert in expert_ids.unique().tolist():
             row, slot = (expert_ids == expert).nonzero(as_tuple=True)
             gate, up = F.linear(rows[row], self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, self.experts.down_proj[expert]) * weights[row, slot].unsqueeze(-1)
+            out = F.linear(F.silu(gate) * up, self.experts.down_proj[expert]) * weights[row, slot].unsqueeze(
+                -1
+            )
             total = total.index_add(0, row, out.to(total.dtype))
         return total
 
@@ -272,7 +279,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, layer)
         is_sparse = config.mlp_layer_types[layer] == "sparse"
-        self.mlp: SparseMoe | MLP = SparseMoe(config) if is_sparse else MLP(config.hidden_size, config.intermediate_size)
+        self.mlp: SparseMoe | MLP = (
+            SparseMoe(config) if is_sparse else MLP(config.hidden_size, config.intermediate_size)
+        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -289,7 +298,7 @@ class DecoderLayer(nn.Module):
     def dense(
         self, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream [B, S, D] after the layer, and a sparse layer's expert ids [B * S, A]."""
+        """Return the residual stream [B, S, D] after the layer, and expert ids [B * S, A] if sparse."""
         normed = _dense_norm(residual, self.input_layernorm)
         residual = residual + self.self_attn.dense(normed, cos, sin, attend)
         normed = _dense_norm(residual, self.post_attention_layernorm)

@@ -1,21 +1,20 @@
-"""Lay the weights of several projections side by side, so that one product serves them all, without a second copy."""
+"""Lay weights side by side, so that one product serves several projections, without a second copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from lean_laguna.kernels.linear import PANEL_FROM
 
 
-def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def pack_rows(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Move projections that read the same input into one weight; the parameters become views of it.
 
     Args:
-        parameters: Weights [N_i, K] or [E, N_i, K]; each keeps its name, shape and values, and its old storage is
-            released.
+        parameters: Weights [N_i, K] or [E, N_i, K]; each keeps its name, shape and values, and its old
+            storage is released.
 
     Returns:
         The joint weight [N, K].
@@ -24,7 +23,8 @@ def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     heights = [parameter.numel() // width for parameter in parameters]
     total = sum(heights)
     first = parameters[0]
-    # Wide and small: transposed, which a BLAS multiplies faster by few rows; large: rows as they are, in panels.
+    # Wide and small: transposed, which a BLAS multiplies faster by few rows; large: rows as they are, in
+    # panels.
     is_wide = width < total and width * total < PANEL_FROM
     if len(parameters) == 1 and not is_wide and first.is_contiguous():
         return first
@@ -36,12 +36,15 @@ def pack_rows(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return joint
 
 
-def lay_out_experts(parameter: nn.Parameter) -> None:
+def lay_out_experts(parameter: torch.Tensor) -> None:
     """Lay each expert's weight [E, N, K] transposed in memory, expert by expert; shape and values stay."""
-    _move(parameter, parameter.new_empty(parameter.shape[0], parameter.shape[2], parameter.shape[1]).transpose(1, 2))
+    _move(
+        parameter,
+        parameter.new_empty(parameter.shape[0], parameter.shape[2], parameter.shape[1]).transpose(1, 2),
+    )
 
 
-def _move(parameter: nn.Parameter, view: torch.Tensor) -> None:
+def _move(parameter: torch.Tensor, view: torch.Tensor) -> None:
     with torch.no_grad():
         view.copy_(parameter)
     parameter.data = view

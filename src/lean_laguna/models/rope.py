@@ -1,7 +1,7 @@
 """Rotary embeddings: default and YaRN frequencies, and cos and sin of positions.
 
-Source: transformers' modeling_rope_utils (``_compute_yarn_parameters``) and LagunaRotaryEmbedding. An explicit
-``attention_factor`` is the final factor on cos and sin; it replaces YaRN's formula.
+Source: transformers' modeling_rope_utils (``_compute_yarn_parameters``) and LagunaRotaryEmbedding. An
+explicit ``attention_factor`` is the final factor on cos and sin; it replaces YaRN's formula.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from lean_laguna.core.rope_config import RopeConfig
 
-# Positions per piece of a table. Pieces have one size, so that a position's bits do not depend on how far the table
-# has grown.
+# Positions per piece of a table. Pieces have one size, so that a position's bits do not depend on how far the
+# table has grown.
 _PIECE = 1024
 
 
@@ -25,7 +25,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     if rope.rope_type != "yarn":
         return kept
     low, high = _ramp_ends(rope, rotary)
-    ramp = torch.clamp((torch.arange(rotary // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    ramp = torch.clamp(
+        (torch.arange(rotary // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1
+    )
     # transformers' order of operations, so that float32 rounds alike.
     share_kept = 1 - ramp
     return 1.0 / (rope.factor * periods) * (1 - share_kept) + kept * share_kept
@@ -78,10 +80,12 @@ class RotaryEmbedding:
         return self._inverse_on[device]
 
     def table(self, num_positions: int) -> torch.Tensor:
-        """Return cos and sin of positions 0 .. at least ``num_positions - 1``, [N, 2, R] float32 on the CPU."""
+        """Return cos and sin of positions from 0 on, [N, 2, R] float32, N at least ``num_positions``."""
         while self._table.shape[0] < num_positions:
             first = self._table.shape[0]
-            pieces = [torch.stack(self.compute(torch.arange(at, at + _PIECE, device="cpu")), dim=1) for at in
-                      range(first, max(num_positions, min(2 * first, self.max_positions)), _PIECE)]
+            pieces = [
+                torch.stack(self.compute(torch.arange(at, at + _PIECE, device="cpu")), dim=1)
+                for at in range(first, max(num_positions, min(2 * first, self.max_positions)), _PIECE)
+            ]
             self._table = torch.cat((self._table, *pieces))
         return self._table

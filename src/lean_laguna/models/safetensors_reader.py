@@ -18,7 +18,8 @@ _INDEX = "model.safetensors.index.json"
 class CheckpointReader:
     """Tensors of a checkpoint by name; opens files on demand and maps them into memory.
 
-    Every file is checked at construction: it is there, its header is sound and its length is what the header says.
+    Every file is checked at construction: it is there, its header is sound and its length is what the header
+    says.
     """
 
     def __init__(self, path: str | Path):
@@ -39,7 +40,9 @@ class CheckpointReader:
                 self._file_of[name], self._headers[name] = file, entry
         for name, file in promised.items():
             if self._file_of.get(name) != file:
-                raise CheckpointError(f"{file}: tensor '{name}' is missing, though {_INDEX} says that it is there")
+                raise CheckpointError(
+                    f"{file}: tensor '{name}' is missing, though {_INDEX} says that it is there"
+                )
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -80,7 +83,9 @@ class CheckpointReader:
         if self.path.is_file():
             return {}
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: not found; expected a checkpoint folder or a .safetensors file")
+            raise CheckpointError(
+                f"{self.path}: not found; expected a checkpoint folder or a .safetensors file"
+            )
         index = self.path / _INDEX
         if not index.exists():
             return {}
@@ -101,7 +106,9 @@ class CheckpointReader:
         single = self.path / "model.safetensors"
         files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
         if not files:
-            others = sorted(file.name for file in self.path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+            others = sorted(
+                file.name for file in self.path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")
+            )
             found = f"found {', '.join(others)}" if others else "found none"
             raise CheckpointError(f"{self.path}: no *.safetensors file; only safetensors are read; {found}")
         return files
@@ -117,7 +124,9 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     if size < 8 or not raw:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file: {size} bytes, the header alone needs more")
+        raise CheckpointError(
+            f"{file}: truncated or not a safetensors file: {size} bytes, the header alone needs more"
+        )
     header: Any = None
     with contextlib.suppress(ValueError):
         header = json.loads(raw)
@@ -126,7 +135,9 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     header.pop("__metadata__", None)
     try:
         ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-        sound = all(isinstance(entry["shape"], list) and isinstance(entry["dtype"], str) for entry in header.values())
+        sound = all(
+            isinstance(entry["shape"], list) and isinstance(entry["dtype"], str) for entry in header.values()
+        )
     except (KeyError, TypeError, IndexError, ValueError):
         ends, sound = [], False
     if not sound:
