@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from tests.support.tokenizers import byte_level_json
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
@@ -20,7 +22,6 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, Proposer
-from tests.support.tokenizers import byte_level_json
 
 VOCAB = 320
 EOS = 2
@@ -36,7 +37,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 @functools.cache
 def tiny_config() -> LagunaConfig:
-    """Return a shape with every feature: F S S F, window 8, 4 and 6 heads, 8 experts top-2 and a shared one."""
+    """Return a shape with every feature: F S S F, window 8, 4 and 6 heads, 8 experts top-2 plus shared."""
     return LagunaConfig.from_dict(
         {
             "model_type": "laguna",
@@ -227,9 +228,27 @@ def complete(
     return state.snapshot()
 
 
+@functools.cache
+def _plain(prompt: tuple[int, ...], params: SamplingParams) -> RequestOutput:
+    return complete(make_engine(enable_prefix_caching=False), prompt, params)
+
+
 def plain(prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
     """Return what a plain engine gives: one request, no drafter, no prefix cache."""
-    return complete(make_engine(enable_prefix_caching=False), prompt, params)
+    hashable = dataclasses.replace(
+        params,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        bad_words=tuple(params.bad_words),
+    )
+    if params.logit_bias is not None:  # a mapping cannot be a cache's key
+        return complete(make_engine(enable_prefix_caching=False), prompt, params)
+    return _plain(tuple(prompt), hashable)
+
+
+def scripts_of(*outputs: RequestOutput) -> dict[int, Sequence[int]]:
+    """Return what each completion said, by its seed, for scripted drafters."""
+    return {c.seed: c.token_ids for output in outputs for c in output.outputs if c.seed is not None}
 
 
 def outcome(output: RequestOutput) -> list[tuple[Any, ...]]:
