@@ -3,7 +3,10 @@
 import random
 
 import pytest
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.spec.noise import derive_seed
+from support.engines import (
     PROPOSERS,
     assert_nothing_held,
     complete,
@@ -14,9 +17,6 @@ from tests.support.engines import (
     scripts_of,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
-from lean_laguna.spec.noise import derive_seed
 
 
 def params(i, max_tokens=20):

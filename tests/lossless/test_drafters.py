@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from support.engines import (
     PROPOSERS,
     SCRIPTED,
     WINDOW,
@@ -14,8 +16,6 @@ from tests.support.engines import (
     scripts_of,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
 
 LENGTHS = [0, 1, 3, 7, 15]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=1, logprobs=3)

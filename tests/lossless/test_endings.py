@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from support.engines import (
     PROPOSERS,
     complete,
     make_engine,
@@ -13,8 +15,6 @@ from tests.support.engines import (
     tiny_tokenizer,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
 
 FREE = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, seed=11, logprobs=1)
 PROMPT = tokens_of(4, 14)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.support.engines import PROPOSERS, complete, make_engine, tiny_target, tokens_of
 
 from lean_laguna.core.types import SamplingParams
+from support.engines import PROPOSERS, complete, make_engine, tiny_target, tokens_of
 
 # The dense pass sums in another order than the paged one; a greedy choice closer than this is nobody's fault.
 MARGIN = 1e-4

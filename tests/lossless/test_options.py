@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from support.engines import (
     EOS,
     PROPOSERS,
     VOCAB,
@@ -17,8 +19,6 @@ from tests.support.engines import (
     scripts_of,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
 
 TOKENS = st.integers(20, VOCAB - 1)
 OPTIONS = st.fixed_dictionaries(

@@ -1,7 +1,11 @@
 """A cached prompt gives the same output and the same acceptance as one computed anew."""
 
 import pytest
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm_engine import LLMEngine
+from lean_laguna.spec.proposer import DFlashProposer
+from support.engines import (
     PROPOSERS,
     assert_nothing_held,
     complete,
@@ -13,10 +17,6 @@ from tests.support.engines import (
     tiny_target,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.llm_engine import LLMEngine
-from lean_laguna.spec.proposer import DFlashProposer
 
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True, seed=4, logprobs=2)
 

@@ -3,7 +3,9 @@
 import random
 
 import pytest
-from tests.support.engines import (
+
+from lean_laguna.core.types import SamplingParams
+from support.engines import (
     PROPOSERS,
     VOCAB,
     assert_nothing_held,
@@ -12,8 +14,6 @@ from tests.support.engines import (
     plain,
     tokens_of,
 )
-
-from lean_laguna.core.types import SamplingParams
 
 
 def random_request(rng):

@@ -10,7 +10,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from tests.support.tokenizers import byte_level_json
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
@@ -22,6 +21,7 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, Proposer
+from support.tokenizers import byte_level_json
 
 VOCAB = 320
 EOS = 2

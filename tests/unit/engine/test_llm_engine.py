@@ -1,7 +1,10 @@
 import re
 
 import pytest
-from tests.support.engines import (
+
+from lean_laguna.core.errors import ConfigError, RequestError
+from lean_laguna.core.types import SamplingParams
+from support.engines import (
     EOS,
     MAX_POSITIONS,
     PROPOSERS,
@@ -14,9 +17,6 @@ from tests.support.engines import (
     scripts_of,
     tokens_of,
 )
-
-from lean_laguna.core.errors import ConfigError, RequestError
-from lean_laguna.core.types import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=0)
 
