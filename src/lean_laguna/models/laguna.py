@@ -243,7 +243,7 @@ class LagunaForCausalLM(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LagunaForCausalLM:
         # Moving or casting gives every parameter a storage of its own.
         self.unpack()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep]:

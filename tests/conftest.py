@@ -1,0 +1,28 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.models.laguna import LagunaForCausalLM
+from tests.support.targets import laguna_json, random_target
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> LagunaConfig:
+    """Every feature: F S S F, window 8, 4 and 6 heads, 8 experts top-2 plus shared, YaRN."""
+    return LagunaConfig.from_dict(laguna_json(), "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_config: LagunaConfig) -> LagunaForCausalLM:
+    """A random target of ``tiny_config`` in float32; tests must not change it."""
+    return random_target(tiny_config)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Fresh random numbers, the same in each run."""
+    return torch.Generator().manual_seed(0)
