@@ -89,7 +89,10 @@ def test_a_target_is_named_a_target():
         read(target)
 
 
-@pytest.mark.parametrize("config", [laguna_json(), laguna_json(architectures=["LagunaForCausalLM"])])
+@pytest.mark.parametrize(
+    "config",
+    [laguna_json(), laguna_json(architectures=["LagunaForCausalLM"]), zlab_json(), speculators_json()],
+)
 def test_a_drafter_given_as_the_target_is_named_a_drafter(config):
     with pytest.raises(ConfigError, match="this is a drafter"):
         LagunaConfig.from_dict(config, "config.json")
