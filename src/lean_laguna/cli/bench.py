@@ -19,6 +19,7 @@ Exit status 1 if an output differs.
   --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
   --drafter NAME            auto (the one made for the model), or a name
   --num-speculative-tokens  draft tokens per step, or auto
+  --speculative-config JSON both at once, as vLLM writes it
   --prompts SET             mixed (14, easy to hard), trivial (20), or a .jsonl or text file
   --num-prompts N           only N of them, spread over the set
   --repeats 3, --warmup 1   measured passes, and generations per side before them

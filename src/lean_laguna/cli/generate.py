@@ -35,6 +35,7 @@ Continue a prompt, printing text as it comes. PROMPT - or none at all reads stan
   --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
   --drafter NAME            auto (the one made for the model), none, or a name
   --num-speculative-tokens  draft tokens per step, or auto; 0 is off
+  --speculative-config JSON both at once, as vLLM writes it
   --show-drafts             colour the tokens that came from accepted drafts
   --color WHEN              auto, always, never
   --json                    one line of JSON last, and nothing else on standard output

@@ -42,8 +42,9 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_draft_length_option(parser: Parser) -> None:
-    """Add the draft length."""
+    """Add the draft length, and vLLM's way of giving it together with the drafter."""
     parser.add_argument("--num-speculative-tokens", type=draft_length, default=AUTO)
+    parser.add_argument("--speculative-config")
 
 
 def add_sampling_options(parser: Parser) -> None:
@@ -91,6 +92,27 @@ def sampling_params(given: dict[str, Any], defaults: dict[str, Any]) -> Sampling
     return SamplingParams(**{**defaults, **given})
 
 
+def apply_speculative_config(args: argparse.Namespace) -> None:
+    """Take drafter and draft length from ``--speculative-config``, where it was given.
+
+    Raises:
+        ConfigError: It is malformed, or the same was given another way too.
+    """
+    given = getattr(args, "speculative_config", None)
+    if given is None:
+        return
+    if args.drafter != AUTO or args.num_speculative_tokens != AUTO:
+        raise ConfigError(
+            "--speculative-config gives drafter and draft length; leave out --drafter and "
+            "--num-speculative-tokens"
+        )
+    from lean_laguna.core.config import SpeculativeConfig
+
+    config = SpeculativeConfig.parse(given)
+    assert config is not None
+    args.drafter, args.num_speculative_tokens = config.model, config.num_speculative_tokens
+
+
 def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
     """Return which drafter to use; ``auto`` is the one made for the target, where it is on this machine.
 
@@ -102,6 +124,7 @@ def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
         ConfigError: A drafter is required and none is known or wanted.
         CheckpointError: It is not on this machine.
     """
+    apply_speculative_config(args)
     if args.drafter == NONE:
         if is_required:
             raise ConfigError(

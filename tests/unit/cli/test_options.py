@@ -17,6 +17,10 @@ def parse(words, module=generate):
     return module.build_parser().parse_strictly(words.split())
 
 
+def build(*words):
+    return generate.build_parser().parse_strictly(words)
+
+
 def test_every_sampling_flag_reaches_its_field():
     params = sampling_params(given_sampling(parse(ALL_SAMPLING)), {})
     assert params == SamplingParams(
@@ -77,3 +81,22 @@ def test_a_published_drafter_that_is_not_downloaded_is_done_without_or_asked_for
     args = parse("--model poolside/Laguna-XS-2.1")
     assert drafter_name(args, is_required=False) is None
     assert drafter_name(args, is_required=True) == "poolside/Laguna-XS-2.1-DFlash"
+
+
+def test_vllm_s_speculative_config_gives_drafter_and_length():
+    args = build("--speculative-config", '{"model": "here", "method": "dflash", "num_speculative_tokens": 7}')
+    assert drafter_name(args, is_required=True) == "here"
+    assert args.num_speculative_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--speculative-config", "{"], "not valid JSON"),
+        (["--speculative-config", '{"modle": "x"}'], "unknown key 'modle'; did you mean 'model'"),
+        (["--speculative-config", '{"model": "x"}', "--drafter", "y"], "leave out --drafter"),
+    ],
+)
+def test_a_speculative_config_that_is_wrong_says_how(words, message):
+    with pytest.raises(ConfigError, match=message):
+        drafter_name(build(*words), is_required=True)
