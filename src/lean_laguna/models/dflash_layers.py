@@ -89,15 +89,16 @@ class DFlashAttention(nn.Module):
         assert self._packed is not None, "pack() comes first"
         heads, both = self.num_heads, self.num_heads + self.num_kv_heads
         joint = dispatch.linear(normed, self._packed)
-        qk = dispatch.rms_scale_(joint[:, : self.q_size + self.kv_size].unflatten(1, (both, -1)), self.eps)
+        qk = joint[:, : self.q_size + self.kv_size].view(-1, both, self.head_dim)
+        dispatch.rms_scale_(qk, self.eps)
         q = qk[:, :heads].mul_(self.q_norm)
         qk[:, heads:].mul_(self.k_norm)
         rotation.apply_(qk)
         end = self.q_size + 2 * self.kv_size
-        own = joint[:, self.q_size : end].unflatten(1, (2, self.num_kv_heads, self.head_dim))
+        own = joint[:, self.q_size : end].view(-1, 2, self.num_kv_heads, self.head_dim)
         out = block_attention(q, own, kv, plan, self.head_dim**-0.5)
         if self.g_proj is not None:
-            out.mul_(dispatch.softplus(joint[:, end:]).unflatten(1, (heads, -1)))
+            out.mul_(dispatch.softplus(joint[:, end:]).reshape(out.shape[0], heads, -1))
         return dispatch.linear(out.view(-1, self.q_size), self.o_proj.weight)
 
     def dense(self, normed: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
