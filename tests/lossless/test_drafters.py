@@ -10,6 +10,7 @@ from support.engines import (
     WINDOW,
     assert_nothing_held,
     complete,
+    dflash,
     make_engine,
     outcome,
     plain,
@@ -127,6 +128,40 @@ def _kv_of(engine, sequence, num_positions):
             rows = [pages[entries[p // 4], p % 4] for p in range(first, num_positions)]
             found.append(torch.stack(rows))
     return found
+
+
+class Recorder:
+    """A DFlash proposer that notes what it drafted, and after how many output tokens."""
+
+    def __init__(self):
+        self._inner = dflash()
+        self.drafts = {}
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, requests, kv_cache, noise):
+        found = self._inner.propose(requests, kv_cache, noise)
+        for wanted, drafts in zip(requests, found, strict=True):
+            self.drafts[len(wanted.request.output_token_ids)] = drafts
+        return found
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 8, 20])
+def test_drafts_after_any_rounds_are_those_from_a_context_computed_anew(num_prompt_tokens):
+    """So the drafter's context is right across rounds, rejections, page and window edges."""
+    prompt = tokens_of(1, num_prompt_tokens)
+    running = Recorder()
+    output = complete(make_engine(running, 7), prompt, SAMPLED).outputs[0]
+    assert 0 < output.speculation.num_accepted_tokens < output.speculation.num_draft_tokens
+    assert len(running.drafts) > 5
+    for num_said, drafts in running.drafts.items():
+        fresh = Recorder()
+        engine = make_engine(fresh, len(drafts))
+        engine.add_request([*prompt, *output.token_ids[: num_said - 1]], SAMPLED)
+        while not fresh.drafts:
+            engine.step()
+        assert fresh.drafts == {1: drafts}
 
 
 @pytest.mark.parametrize("drafter", [None, "mixed", "dflash"])

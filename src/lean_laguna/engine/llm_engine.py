@@ -14,6 +14,7 @@ import torch
 
 from lean_laguna.core.config import DraftLength, EngineConfig
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.draft_lengths import DraftLengths
 from lean_laguna.engine.intake import Intake, context_limit
 from lean_laguna.engine.kv_budget import kv_cache_for
 from lean_laguna.engine.logprobs import prompt_logprobs, with_text
@@ -74,15 +75,8 @@ class LLMEngine:
             config.kv_block_size,
             proposer.max_draft_tokens if proposer is not None else 0,
         )
-        if num_speculative_tokens is None:
-            num_speculative_tokens = (
-                config.speculative.num_speculative_tokens if config.speculative else "auto"
-            )
-        self.controller = (
-            DraftLengthController(limits.max_draft_tokens, num_speculative_tokens)
-            if proposer is not None
-            else None
-        )
+        self.controller = _controller(proposer, num_speculative_tokens, config)
+        self._draft_lengths = DraftLengths(self.controller)
         weight = next(target.parameters())
         groups = (*target.kv_groups(), *(proposer.kv_groups() if proposer is not None else ()))
         kv_cache, budget = kv_cache_for(
@@ -109,7 +103,6 @@ class LLMEngine:
         )
         self._requests: dict[str, RequestState] = {}
         self._counters = EngineCounters()
-        self._context_len = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -185,8 +178,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return counts since the engine was made, and what is in use now."""
-        reason = self.controller.explain() if self.controller is not None else None
-        return self._counters.snapshot(self.scheduler, reason)
+        return self._counters.snapshot(self.scheduler, self._draft_lengths.explain())
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts."""
@@ -237,7 +229,7 @@ class LLMEngine:
     ) -> None:
         """Run one round for every sequence: draft, verify, accept, commit."""
         start_s = time.perf_counter()
-        lengths = self._draft_lengths(sequences)
+        lengths = self._draft_lengths.choose(sequences)
         drafts = self._runner.propose(sequences, lengths)
         drafted_s = time.perf_counter()
         runs = []
@@ -266,32 +258,13 @@ class LLMEngine:
         end_s = time.perf_counter()
         self._counters.num_steps += 1
         self._counters.decode_s += end_s - start_s
-        if is_alone and self.controller is not None and all(s.follows_engine for s in sequences):
-            self.controller.observe(
-                max(len(draft) for draft in drafts),
-                len(sequences),
-                self._context_len,
+        if is_alone:
+            self._draft_lengths.observe(
+                sequences,
+                accepted,
                 draft_s=(drafted_s - start_s) + (end_s - verified_s),
                 verify_s=verified_s - drafted_s,
-                accepted=accepted,
             )
-
-    def _draft_lengths(self, sequences: Sequence[SequenceState]) -> list[int]:
-        """Return how many tokens to draft for each: as it or the controller says, within what is left."""
-        if self.controller is None:
-            return [0] * len(sequences)
-        following = [s for s in sequences if s.follows_engine]
-        chosen = 0
-        if following:
-            self._context_len = max(s.num_computed for s in following)
-            chosen = self.controller.choose(len(following), self._context_len)
-        return [
-            min(
-                chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
-                s.completion.num_remaining - 1,
-            )
-            for s in sequences
-        ]
 
     def _emit(
         self,
@@ -320,3 +293,15 @@ class LLMEngine:
                 del self._requests[request.request_id]
                 self._counters.num_finished_requests += 1
         deltas.append(completion.delta(request.request_id, sequence.index, is_request_finished))
+
+
+def _controller(
+    proposer: Proposer | None, num_speculative_tokens: DraftLength | None, config: EngineConfig
+) -> DraftLengthController | None:
+    """Return the controller for a drafter; the configuration says the length where the caller does not."""
+    if proposer is None:
+        return None
+    configured = config.speculative.num_speculative_tokens if config.speculative else "auto"
+    return DraftLengthController(
+        proposer.max_draft_tokens, configured if num_speculative_tokens is None else num_speculative_tokens
+    )

@@ -1,0 +1,64 @@
+"""How many tokens to draft for each sequence of a step: as its request asks, or as the controller says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lean_laguna.engine.sequence import SequenceState
+from lean_laguna.spec.draft_length import DraftLengthController
+
+
+class DraftLengths:
+    """Asks the controller for a step's length and tells it what the step took; owned by the engine.
+
+    Attributes:
+        controller: None without a drafter.
+    """
+
+    def __init__(self, controller: DraftLengthController | None):
+        self.controller = controller
+        self._context_len = 0
+
+    def choose(self, sequences: Sequence[SequenceState]) -> list[int]:
+        """Return the drafts wanted per sequence: at most what can be emitted with a bonus token after it."""
+        if self.controller is None:
+            return [0] * len(sequences)
+        following = [s for s in sequences if s.follows_engine]
+        chosen = 0
+        if following:
+            self._context_len = max(s.num_computed for s in following)
+            chosen = self.controller.choose(len(following), self._context_len)
+        return [
+            min(
+                chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
+                s.completion.num_remaining - 1,
+            )
+            for s in sequences
+        ]
+
+    def observe(
+        self,
+        sequences: Sequence[SequenceState],
+        accepted: Sequence[tuple[int, int]],
+        *,
+        draft_s: float,
+        verify_s: float,
+    ) -> None:
+        """Report a step that only decoded; one that held requests with a length of their own teaches nothing.
+
+        Args:
+            sequences: As given to ``choose``.
+            accepted: Per sequence, its drafts and how many were accepted.
+            draft_s: Seconds for proposing and for the drafter's context.
+            verify_s: Seconds for the rest.
+        """
+        if self.controller is None or not all(s.follows_engine for s in sequences):
+            return
+        longest = max(num_drafts for num_drafts, _ in accepted)
+        self.controller.observe(
+            longest, len(sequences), self._context_len, draft_s=draft_s, verify_s=verify_s, accepted=accepted
+        )
+
+    def explain(self) -> str | None:
+        """Say in one line what is used and why; None without a drafter."""
+        return self.controller.explain() if self.controller is not None else None
