@@ -185,7 +185,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -
         # torch's outer reduction adds the chunks in their order; chunks out of sight are an exact zero.
         out = partial.view(pairs, num_chunks, tall * head_dim).sum(1)
     rows = out.view(num_tiles, num_kv_heads, ROW_TILE, per_kv, head_dim).transpose(1, 2)
-    return rows.reshape(num_tiles * ROW_TILE, -1, head_dim)
+    return rows.contiguous().view(num_tiles * ROW_TILE, -1, head_dim)
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,8 @@ class LagunaForCausalLM(nn.Module):
         # Moving or casting gives every parameter a storage of its own.
         self.unpack()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
         return self
 
     def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep]:
