@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.targets import laguna_json, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.laguna import LagunaForCausalLM
-from tests.support.targets import laguna_json, random_target
 
 
 @pytest.fixture(scope="session")

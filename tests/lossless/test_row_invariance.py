@@ -1,4 +1,4 @@
-"""A row's hidden states and logits are the same bits in prefill, decode and verification, whoever shares the batch."""
+"""A row's bits are the same in prefill, decode and verification, whoever shares the batch."""
 
 from __future__ import annotations
 

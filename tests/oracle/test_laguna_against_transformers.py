@@ -8,9 +8,6 @@ import random
 
 import pytest
 import torch
-
-from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.models.checkpoint import load_laguna, save_laguna
 from tests.support.targets import (
     FULL,
     SLIDING,
@@ -21,6 +18,9 @@ from tests.support.targets import (
     random_target,
     run_alone,
 )
+
+from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.models.checkpoint import load_laguna, save_laguna
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]

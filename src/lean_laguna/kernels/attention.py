@@ -151,12 +151,15 @@ def paged_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scal
     Returns:
         [T, H, P]; rows beyond the plan's are finite and mean nothing.
     """
+    num_rows, padding = q.shape[0], -q.shape[0] % ROW_TILE
+    if padding:
+        q = F.pad(q, (0, 0, 0, 0, 0, padding))
     outs = [_attend(q, kv, batch, scale) for batch in plan.batches]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     if plan.packed_rows is not None:
         out = out.index_select(0, plan.packed_rows)
-    missing = q.shape[0] - out.shape[0]
-    return out[: q.shape[0]] if missing <= 0 else F.pad(out, (0, 0, 0, 0, 0, missing))
+    missing = num_rows - out.shape[0]
+    return out[:num_rows] if missing <= 0 else F.pad(out, (0, 0, 0, 0, 0, missing))
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -> torch.Tensor:
