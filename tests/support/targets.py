@@ -135,7 +135,8 @@ class PagedRun:
         needed = [-(-length // page) for length in lengths]
         num_blocks = sum(needed) + 1
         groups = target.kv_groups()
-        self.cache = KVCache(groups, [num_blocks] * len(groups), page)
+        dtype = target.model.embed_tokens.weight.dtype
+        self.cache = KVCache(groups, [num_blocks] * len(groups), page, dtype)
         for group, layout in enumerate(groups):
             for layer in range(layout.num_layers):
                 self.cache.storage(group, layer)[1:] = float("nan")

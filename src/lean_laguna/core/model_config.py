@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,18 @@ class LagunaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    where: InitVar[str] = "config"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, where: str) -> None:
         """Refuse shapes that do not fit together.
+
+        Args:
+            where: File name for messages.
 
         Raises:
             ConfigError: Names the field, the value found and the values accepted.
         """
-        self._check_counts("config")
+        self._check_counts(where)
 
     def rope(self, layer_type: LayerType) -> RopeConfig:
         """Return the rotary embedding of a layer type."""
@@ -136,7 +140,7 @@ class LagunaConfig:
         full_rope, sliding_rope = read_ropes(given, where, "sliding_attention" in layer_types)
         mlp_layer_types = reader.mlp_layer_types(num_layers)
         is_sparse = "sparse" in mlp_layer_types
-        config = cls(
+        return cls(
             vocab_size=reader.count("vocab_size"),
             hidden_size=reader.count("hidden_size"),
             num_hidden_layers=num_layers,
@@ -167,9 +171,8 @@ class LagunaConfig:
             bos_token_id=reader.token("bos_token_id"),
             eos_token_ids=reader.tokens("eos_token_id"),
             pad_token_id=reader.token("pad_token_id"),
+            where=where,
         )
-        config._check_counts(where)
-        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return a ``config.json`` that transformers' LagunaConfig reads."""

@@ -1,0 +1,122 @@
+import pytest
+
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.rope_config import RopeConfig, read_ropes
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "partial_rotary_factor": 0.5,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 64.0,
+    "beta_slow": 1.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+FULL, SLIDING = RopeConfig.from_dict(YARN, "full"), RopeConfig.from_dict(PLAIN, "sliding")
+
+SPELLINGS = {
+    "nested": {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+    "nested, global": {"rope_parameters": {"global_attention": YARN, "sliding_attention": PLAIN}},
+    "nested with a loose key, as XS.2": {
+        "rope_parameters": {
+            "original_max_position_embeddings": 4096,
+            "full_attention": YARN,
+            "sliding_attention": PLAIN,
+        }
+    },
+    "loose key fills a gap": {
+        "rope_parameters": {
+            "original_max_position_embeddings": 4096,
+            "full_attention": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+            "sliding_attention": PLAIN,
+        }
+    },
+    "flat": {"rope_parameters": YARN, "swa_rope_parameters": PLAIN},
+    "version 4": {
+        "rope_theta": 500000.0,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "yarn",
+            **{
+                k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta", "partial_rotary_factor")
+            },
+        },
+        "swa_rope_parameters": PLAIN,
+    },
+    "partial on top": {
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {k: v for k, v in YARN.items() if k != "partial_rotary_factor"},
+        "swa_rope_parameters": PLAIN,
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_means_the_same(spelling):
+    assert read_ropes(SPELLINGS[spelling], "config.json", True) == (FULL, SLIDING)
+
+
+def test_without_any_key_transformers_defaults_hold():
+    full, sliding = read_ropes({}, "config.json", True)
+    assert (full.rope_theta, full.partial_rotary_factor, full.rope_type) == (500000.0, 0.5, "default")
+    assert (sliding.rope_theta, sliding.partial_rotary_factor, sliding.rope_type) == (10000.0, 1.0, "default")
+
+
+def test_one_embedding_for_both_layer_types_warns():
+    with pytest.warns(UserWarning, match="swa_rope_parameters"):
+        full, sliding = read_ropes({"rope_parameters": YARN}, "config.json", True)
+    assert full == sliding == FULL
+    assert read_ropes({"rope_parameters": YARN}, "config.json", False)[0] == FULL
+
+
+def test_an_explicit_attention_factor_replaces_the_formula():
+    # S-2.1 spells out 0.1 ln(32) + 1 and, at a million tokens, 0.1 ln(128) + 1.
+    assert FULL.attention_scaling == pytest.approx(1.3465735902799727, abs=1e-15)
+    long = RopeConfig.from_dict({**YARN, "factor": 128.0}, "x")
+    assert long.attention_scaling == pytest.approx(1.4852030263919618, abs=1e-15)
+    assert RopeConfig.from_dict({**YARN, "attention_factor": 1.0}, "x").attention_scaling == 1.0
+    assert RopeConfig.from_dict({**YARN, "factor": 1.0}, "x").attention_scaling == 1.0
+    both = RopeConfig.from_dict({**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "x")
+    assert both.attention_scaling == 1.0
+    assert SLIDING.attention_scaling == 1.0
+
+
+@pytest.mark.parametrize("given", [YARN, PLAIN, {**YARN, "attention_factor": 1.25}])
+def test_what_is_written_reads_back(given):
+    rope = RopeConfig.from_dict(given, "x")
+    assert RopeConfig.from_dict(rope.to_dict(), "x") == rope
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**YARN, "rope_type": "linear"}, "'rope_type' must be 'default' or 'yarn', found 'linear'"),
+        ({**PLAIN, "rope_theta": None}, "'rope_theta' is missing"),
+        ({**PLAIN, "rope_theta": -1.0}, "'rope_theta' must be a number above 0, found -1.0"),
+        ({**PLAIN, "partial_rotary_factor": 1.5}, r"must be in \(0, 1\], found 1.5"),
+        ({**YARN, "factor": None}, "'factor' is missing"),
+        ({**YARN, "original_max_position_embeddings": None}, "whole number from 1 for yarn, found None"),
+        (
+            {**YARN, "attention_factor": float("nan")},
+            "'attention_factor' must be a number above 0, found nan",
+        ),
+        ({**YARN, "betafast": 1.0}, "unknown key 'betafast'"),
+    ],
+)
+def test_wrong_parameters_are_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeConfig.from_dict(given, "config.json: rope")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": 3}, "'rope_parameters' must be an object, found 3"),
+        ({"rope_parameters": {"local_attention": PLAIN}}, "unknown layer type 'local_attention'"),
+        ({"rope_scaling": {"type": "yarn"}}, "'rope_theta' is missing"),
+    ],
+)
+def test_wrong_shapes_of_the_whole_are_named(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_ropes(config, "config.json", True)
