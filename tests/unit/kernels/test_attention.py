@@ -32,9 +32,9 @@ class Case:
     def storage(self, written):
         kv = torch.full((len(self.table) + 1, PAGE, 2, KV_HEADS, HEAD_DIM), float("nan"))
         kv[0] = 0
-        for position in range(written):
-            block, offset = self.table[position // PAGE], position % PAGE
-            kv[block, offset, 0], kv[block, offset, 1] = self.k[position], self.v[position]
+        at = torch.arange(written)
+        slots = torch.tensor(self.table)[at // PAGE] * PAGE + at % PAGE
+        kv.flatten(0, 1)[slots] = torch.stack((self.k[:written], self.v[:written]), 1)
         return kv
 
     def rows(self, first, count):

@@ -134,7 +134,7 @@ def test_a_config_silent_on_gates_is_read_by_the_width_of_g_proj(tmp_path, gatin
         ),
         (
             lambda t: t.pop(f"{EXPERTS}.3.up_proj.weight"),
-            r"experts\.3\.up_proj\.weight' is missing; expected shape \[16, 32\] \(or fused .*gate_up_proj'\)",
+            r"3\.up_proj\.weight' is missing; expected shape \[16, 32\] \(or fused .*gate_up_proj'\)",
         ),
         (
             lambda t: t.pop("model.layers.2.mlp.experts.e_score_correction_bias"),
@@ -172,11 +172,11 @@ def test_a_config_silent_on_gates_is_read_by_the_width_of_g_proj(tmp_path, gatin
         ),
         (
             lambda t: t["model.layers.0.mlp.up_proj.weight"].fill_(float("nan")),
-            r"model\.safetensors: tensor 'model\.layers\.0\.mlp\.up_proj\.weight': 1536 of 1536 values are not finite",
+            r"model\.safetensors: tensor '.*0\.mlp\.up_proj\.weight': 1536 of 1536 values are not finite",
         ),
         (
             lambda t: t[f"{EXPERTS}.5.gate_proj.weight"][3].fill_(float("inf")),
-            r"experts\.5\.gate_proj\.weight': 32 of 512 values are not finite in torch.float32; expected none",
+            r"5\.gate_proj\.weight': 32 of 512 values are not finite in torch.float32; expected none",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.uint8)}),
