@@ -51,7 +51,8 @@ def ab_report(result: Mapping[str, Any], *, per_prompt: bool = True) -> Renderab
     parts: list[RenderableType] = [_ab_table(result)]
     rates = result["sides"][SPECULATIVE].get("spec_decode_per_position_acceptance_rates")
     if rates:
-        parts += [Text(), _acceptance_table(rates)]
+        length = result["engines"][SPECULATIVE].get("num_speculative_tokens")
+        parts += [Text(), _acceptance_table(rates, is_mixed=length == "auto")]
     if per_prompt:
         parts += [Text(), _prompt_table(result["per_prompt"])]
     if reason := result["engines"][SPECULATIVE].get("draft_length_reason"):
@@ -220,13 +221,12 @@ def _acceptance_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _acceptance_table(rates: Sequence[float]) -> Table:
-    table = Table(
-        box=None, pad_edge=False, show_header=False, title="accepted by draft position", title_justify="left"
-    )
+def _acceptance_table(rates: Sequence[float], *, is_mixed: bool) -> Group:
+    title = "accepted by draft position" + (", drafts of several lengths together" if is_mixed else "")
+    table = Table(box=None, pad_edge=False, show_header=False)
     for position, rate in enumerate(rates, start=1):
         table.add_row(f"{position:>3}", Text(text_bar(rate, BAR_WIDTH), style="green"), f"{rate:.2f}")
-    return table
+    return Group(Text(title), table)
 
 
 def _prompt_table(rows: Sequence[Mapping[str, Any]]) -> Table:

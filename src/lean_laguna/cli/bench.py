@@ -8,7 +8,7 @@ from lean_laguna.cli.measuring import add_plan_options, make_plan, two_sides, wr
 from lean_laguna.cli.options import add_draft_length_option, add_model_options, add_sampling_options
 from lean_laguna.cli.parser import Parser
 
-DEMO_MAX_TOKENS, DEMO_REPEATS = 128, 2
+DEMO_NUM_PROMPTS, DEMO_MAX_TOKENS, DEMO_REPEATS = 7, 128, 2
 HELP = """\
 usage: lean-laguna bench [options]
 
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.demo:
         args.max_tokens = args.max_tokens or DEMO_MAX_TOKENS
+        args.num_prompts = args.num_prompts or DEMO_NUM_PROMPTS
         args.repeats = DEMO_REPEATS
     plan = make_plan(args)
     from lean_laguna.bench.ab import BASELINE, SPECULATIVE, run_ab

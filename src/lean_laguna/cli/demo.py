@@ -15,11 +15,12 @@ from lean_laguna.backends.local import LocalBackend
 from lean_laguna.bench.rounds import Plan
 from lean_laguna.cli.drafts import DRAFT_STYLE, DraftColours, harmless
 from lean_laguna.core.types import RequestOutput
+from lean_laguna.tasks.prompts import load_prompts
 
 if TYPE_CHECKING:
     from lean_laguna.cli.terminal import Terminal
 
-SHOWN_PROMPT = "binary_search"
+SHOWN_PROMPT = "lru_cache"
 REFRESH_PER_SECOND = 12
 
 
@@ -53,8 +54,8 @@ def show_text(baseline: LocalBackend, drafting: LocalBackend, plan: Plan, termin
 
     The speeds shown here include the drawing; the measurement comes afterwards, without it.
     """
-    prompts = {p.id: p.prompt for p in plan.prompts.prompts}
-    prompt = prompts.get(SHOWN_PROMPT, plan.prompts.prompts[0].prompt)
+    whole_set = load_prompts(plan.prompts.name).prompts
+    prompt = {p.id: p.prompt for p in whole_set}.get(SHOWN_PROMPT, whole_set[0].prompt)
     for backend in (baseline, drafting):  # the first generation pays for set-up
         backend.generate([prompt], dataclasses.replace(plan.params_of(0), max_tokens=16))
     sides = [
