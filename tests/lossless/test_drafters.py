@@ -1,9 +1,13 @@
 """Any drafter, any draft length: the output is that of plain decoding, bit for bit."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.spec.proposer import DFlashProposer
 from support.engines import (
     PROPOSERS,
     SCRIPTED,
@@ -15,6 +19,8 @@ from support.engines import (
     outcome,
     plain,
     scripts_of,
+    tiny_drafter,
+    tiny_target,
     tokens_of,
 )
 
@@ -89,6 +95,22 @@ def test_drafter_with_a_position_limit_stops_drafting_and_serving_goes_on():
     assert max(drafted_positions) < 30
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [5, 33, 40, 47, 70])
+def test_dflash_drafter_shorter_than_the_context_stops_drafting_and_serving_goes_on(num_prompt_tokens):
+    prompt = tokens_of(2, num_prompt_tokens)
+    params = dataclasses.replace(SAMPLED, max_tokens=60)
+    proposer = DFlashProposer(tiny_drafter(max_position_embeddings=40), tiny_target())
+    engine = make_engine(proposer, 7)
+    for _ in range(2):  # the second time from the prefix cache
+        output = complete(engine, prompt, params)
+        assert outcome(output) == outcome(plain(prompt, params))
+        drafted = [
+            num_prompt_tokens + i for i, is_draft in enumerate(output.outputs[0].is_draft_token) if is_draft
+        ]
+        assert all(position < 40 for position in drafted)
+        assert bool(drafted) == (num_prompt_tokens < 30)
+
+
 def test_no_more_is_drafted_than_can_be_emitted():
     expected = plain(tokens_of(0, 13), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1))
     proposer = SCRIPTED["never"](scripts_of(expected))
@@ -147,6 +169,42 @@ class Recorder:
         return found
 
 
+def drafts_anew(prompt, said, length, params):
+    """Return what is drafted after ``said`` when all but its last token come as a prompt."""
+    fresh = Recorder()
+    engine = make_engine(fresh, length)
+    engine.add_request([*prompt, *said[:-1]], params)
+    while not fresh.drafts:
+        engine.step()
+    return fresh.drafts[1]
+
+
+class OnAndOff:
+    """A controller that turns drafting off for stretches of any length."""
+
+    lengths = itertools.cycle([7, 0, 7, *[0] * 5, 3, *[0] * 20, 7])
+
+    def choose(self, batch, context_len):
+        return next(self.lengths)
+
+    def observe(self, *args, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 8, 20])
+def test_drafts_after_a_stretch_without_drafting_are_those_from_a_context_computed_anew(num_prompt_tokens):
+    prompt = tokens_of(1, num_prompt_tokens)
+    params = dataclasses.replace(SAMPLED, max_tokens=90)
+    running = Recorder()
+    engine = make_engine(running, 7)
+    engine._draft_lengths.controller = OnAndOff()
+    output = complete(engine, prompt, params).outputs[0]
+    assert outcome(complete(make_engine(), prompt, params))[0][:2] == (output.token_ids, output.text)
+    assert len(running.drafts) > 6
+    for num_said, drafts in running.drafts.items():
+        assert drafts == drafts_anew(prompt, output.token_ids[:num_said], len(drafts), params)
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [3, 8, 20])
 def test_drafts_after_any_rounds_are_those_from_a_context_computed_anew(num_prompt_tokens):
     """So the drafter's context is right across rounds, rejections, page and window edges."""
@@ -156,12 +214,7 @@ def test_drafts_after_any_rounds_are_those_from_a_context_computed_anew(num_prom
     assert 0 < output.speculation.num_accepted_tokens < output.speculation.num_draft_tokens
     assert len(running.drafts) > 5
     for num_said, drafts in running.drafts.items():
-        fresh = Recorder()
-        engine = make_engine(fresh, len(drafts))
-        engine.add_request([*prompt, *output.token_ids[: num_said - 1]], SAMPLED)
-        while not fresh.drafts:
-            engine.step()
-        assert fresh.drafts == {1: drafts}
+        assert drafts == drafts_anew(prompt, output.token_ids[:num_said], len(drafts), SAMPLED)
 
 
 @pytest.mark.parametrize("drafter", [None, "mixed", "dflash"])

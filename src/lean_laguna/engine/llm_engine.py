@@ -254,7 +254,7 @@ class LLMEngine:
             num_standing.append(len(verdict.token_ids) if goes_on else 0)
         verified_s = time.perf_counter()
         if any(num_standing):
-            self._runner.append_context(computed, num_standing)
+            self._runner.append_context(computed, num_standing, may_wait=not any(drafts))
         end_s = time.perf_counter()
         self._counters.num_steps += 1
         self._counters.decode_s += end_s - start_s

@@ -15,6 +15,9 @@ from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import DraftRequest, Proposer
 
+MAX_BACKLOG_ROWS = 16
+"""Context rows that may wait while nothing is drafted: two tiles, so that catching up stays cheap."""
+
 
 class TargetOutput(Protocol):
     """What a forward pass of the target returns."""
@@ -77,11 +80,13 @@ class ComputedRows:
     """Rows that the target computed.
 
     Attributes:
+        runs: What was asked for.
         batch: The rows.
         hidden_states: [T, D] after the final norm.
         aux_hidden_states: [T, m, D] for the drafter's context; None where there is no drafter.
     """
 
+    runs: Sequence[Run]
     batch: ForwardBatch
     hidden_states: Tensor
     aux_hidden_states: Tensor | None
@@ -122,6 +127,7 @@ class ModelRunner:
         self._no_tables: list[tuple[int, ...]] = [()] * len(kv_cache.groups)
         self._tap_layer_ids = tuple(proposer.target_layer_ids) if proposer is not None else ()
         self._noise = noise
+        self._backlog: list[tuple[Run, Tensor]] = []
 
     def compute(self, runs: Sequence[Run], *, wants_context: bool) -> ComputedRows:
         """Run the target over packed rows; keys and values are written.
@@ -133,25 +139,41 @@ class ModelRunner:
         batch = self._batch(runs)
         taps = self._tap_layer_ids if wants_context else ()
         output = self.target(batch, self.kv_cache, tap_layer_ids=taps)
-        return ComputedRows(batch, output.hidden_states, output.aux_hidden_states)
+        return ComputedRows(runs, batch, output.hidden_states, output.aux_hidden_states)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Return logits [R, V] float32 of all rows, or of some."""
         return self.target.compute_logits(hidden if rows is None else hidden[list(rows)])
 
-    def append_context(self, computed: ComputedRows, num_rows: Sequence[int] | None = None) -> None:
+    def append_context(
+        self, computed: ComputedRows, num_rows: Sequence[int] | None = None, *, may_wait: bool = False
+    ) -> None:
         """Give the drafter the context of computed rows.
 
         Args:
             computed: The rows.
             num_rows: Per run, how many of its first rows stand; None for all.
+            may_wait: Nothing is drafted now, so rows may pile up first: one costs as much as a tile of them.
         """
-        if self.proposer is None or computed.aux_hidden_states is None:
+        aux = computed.aux_hidden_states
+        if aux is None:
             return
-        aux, batch = computed.aux_hidden_states, computed.batch
-        if num_rows is not None and any(n < s.num_rows for n, s in zip(num_rows, batch.spans, strict=True)):
-            aux, batch = _leading_rows(aux, batch, num_rows)
-        if batch.spans:
+        for i, (run, span) in enumerate(zip(computed.runs, computed.batch.spans, strict=True)):
+            count = span.num_rows if num_rows is None else num_rows[i]
+            if count:
+                standing = Run(run.sequence, run.first_position, run.token_ids[:count])
+                self._backlog.append((standing, aux[span.start : span.start + count]))
+        if not may_wait or sum(len(run.token_ids) for run, _ in self._backlog) >= MAX_BACKLOG_ROWS:
+            self._append_backlog()
+
+    def _append_backlog(self) -> None:
+        # A sequence that has ended in the meantime holds no pages to write to.
+        waiting = [(run, aux) for run, aux in self._backlog if run.sequence.is_admitted]
+        self._backlog = []
+        if waiting and self.proposer is not None:
+            rows = [aux for _, aux in waiting]
+            batch = self._batch([run for run, _ in waiting])
+            aux = rows[0] if len(rows) == 1 else torch.cat(rows)
             self.proposer.append_context(aux, batch, self.kv_cache)
 
     def propose(self, sequences: Sequence[SequenceState], num_draft_tokens: Sequence[int]) -> list[list[int]]:
@@ -160,6 +182,8 @@ class ModelRunner:
         wanted = [i for i, n in enumerate(num_draft_tokens) if n]
         if self.proposer is None or not wanted:
             return drafts
+        if self._backlog:
+            self._append_backlog()
         requests = [
             DraftRequest(sequences[i].sampling, num_draft_tokens[i], self._tables(sequences[i]))
             for i in wanted
@@ -185,16 +209,3 @@ class ModelRunner:
         for group, table in zip(self._group_ids, sequence.tables, strict=True):
             tables[group] = table.as_tuple()
         return tuple(tables)
-
-
-def _leading_rows(aux: Tensor, batch: ForwardBatch, num_rows: Sequence[int]) -> tuple[Tensor, ForwardBatch]:
-    """Return the first rows of each span alone."""
-    rows: list[int] = []
-    spans = []
-    for span, count in zip(batch.spans, num_rows, strict=True):
-        if count:
-            spans.append(SequenceSpan(len(rows), count, span.first_position, span.block_tables))
-            rows += range(span.start, span.start + count)
-    kept: slice | list[int] = slice(rows[0], rows[-1] + 1) if len(spans) == 1 else rows
-    leading = ForwardBatch(batch.input_ids[kept], batch.positions[kept], tuple(spans), batch.kv_block_size)
-    return aux[kept], leading
