@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from lean_laguna.core.config import EngineConfig
+from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.engine.loading import load_engine, resolve_device, resolve_dtype
+from support.checkpoints import write_tiny_drafter, write_tiny_target
+
+
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto").type == resolve_device("cuda").type == "cuda"
+    assert resolve_device("cpu").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="no CUDA device here; use 'cpu' or 'auto'"):
+        resolve_device("cuda")
+
+
+def test_auto_dtype_follows_the_device():
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert resolve_dtype("float32", torch.device("cuda")) == torch.float32
+
+
+def test_names_are_resolved_before_weights_are_read(tmp_path, monkeypatch):
+    write_tiny_target(tmp_path / "target")
+    monkeypatch.setattr(
+        "lean_laguna.engine.loading.load_laguna", lambda *a, **k: pytest.fail("read the weights")
+    )
+    given = {"model": str(tmp_path / "target"), "speculative": {"model": str(tmp_path / "nothing")}}
+    with pytest.raises(CheckpointError, match="nothing"):
+        load_engine(EngineConfig.from_dict(given))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_are_held_in_the_models_number_format(tmp_path, dtype):
+    write_tiny_target(tmp_path / "target")
+    write_tiny_drafter(tmp_path / "drafter")
+    given = {
+        "model": str(tmp_path / "target"),
+        "speculative": {"model": str(tmp_path / "drafter"), "num_speculative_tokens": 3},
+        "device": "cpu",
+        "dtype": dtype,
+        "max_num_seqs": 2,
+    }
+    engine, folder = load_engine(EngineConfig.from_dict(given))
+    assert folder == tmp_path / "target"
+    cache = engine._runner.kv_cache
+    assert str(cache.dtype) == f"torch.{dtype}"
+    storages = [cache.storage(g, i) for g, group in enumerate(cache.groups) for i in range(group.num_layers)]
+    assert engine.kv_bytes == sum(storage.nbytes for storage in storages)
+    assert [group.name for group in cache.groups] == ["full", "sliding", "draft_full", "draft_sliding"]
