@@ -136,7 +136,7 @@ def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     Returns:
         A new tensor shaped like ``x``.
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return function(x)
     if x.numel() <= _MAX_ELEMENTS:
         return function(_unmerged(x))

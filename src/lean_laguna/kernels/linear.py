@@ -32,7 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [T, N] in the dtype of ``x``.
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return F.linear(x, weight)
     num_rows = x.shape[0]
     columns, inner = weight.shape
@@ -40,15 +40,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _panels(x, weight.view(-1, _PANEL, inner))
     transposed = weight.t()
     tile = _row_tile(inner, columns, weight.stride(0) == 1, x.dtype, torch.get_num_threads())
+    if num_rows == tile:
+        return torch.mm(x, transposed)
     padded = -num_rows % tile
     if padded:
         x = F.pad(x, (0, 0, 0, padded))
-    if num_rows + padded == tile:
-        return torch.mm(x, transposed)[:num_rows]
     out = x.new_empty(num_rows + padded, columns)
     for i in range(0, num_rows, tile):
         torch.mm(x[i : i + tile], transposed, out=out[i : i + tile])
-    return out[:num_rows]
+    return out[:num_rows] if padded else out
 
 
 def _panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,8 @@ def _panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
     transposed = panels.transpose(1, 2)
     tiles = [batched_matmul(tile.expand(count, -1, -1), transposed) for tile in x.split(ROW_TILE)]
     outs = [tile.transpose(0, 1).reshape(ROW_TILE, -1) for tile in tiles]
-    return (outs[0] if len(outs) == 1 else torch.cat(outs))[:num_rows]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out[:num_rows] if padded else out
 
 
 def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Returns:
         [B, M, N].
     """
-    if a.device.type != "cpu":
+    if not a.is_cpu:
         return torch.bmm(a, b)
     how = _batch_mode(*a.shape[1:], b.shape[2], b.stride(1) == 1, a.dtype, torch.get_num_threads())
     if how == "batched":

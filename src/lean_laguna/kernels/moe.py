@@ -88,7 +88,7 @@ def _on_tile(
     if len(used) <= _FEW_EXPERTS:
         total: torch.Tensor | None = None
         for expert in sorted(used):
-            hidden = silu_and_mul(linear(x, gate_up[expert])).mul_(by_expert[:, expert, None])
+            hidden = silu_and_mul(linear(x, gate_up[expert])).mul_(by_expert.narrow(1, expert, 1))
             term = linear(hidden, down[expert])
             total = term if total is None else total.add_(term)
         assert total is not None, "every row chose an expert"

@@ -4,7 +4,8 @@ Contract: a row's bits depend on that row, its keys and the weights; never on th
 order, or on the other rows.
 """
 
-from lean_laguna.kernels.attention import AttentionPlan, paged_attention, plan_attention
+from lean_laguna.kernels.attention import paged_attention
+from lean_laguna.kernels.attention_plan import AttentionPlan, cut_tiles, plan_attention
 from lean_laguna.kernels.elementwise import (
     apply_rotary,
     rms_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "ROW_TILE",
     "AttentionPlan",
     "apply_rotary",
+    "cut_tiles",
     "linear",
     "moe_experts",
     "paged_attention",

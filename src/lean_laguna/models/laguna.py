@@ -26,6 +26,7 @@ from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
 
 FULL_GROUP, SLIDING_GROUP = 0, 1
+_KINDS: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,17 @@ class LagunaForCausalLM(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        kinds: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
         self.rotary = {
             kind: RotaryEmbedding(config.rope(kind), config.head_dim, config.max_position_embeddings)
-            for kind in kinds
+            for kind in _KINDS
         }
         self._place: list[tuple[int, int]] = []
         counts = [0, 0]
         for kind in config.layer_types:
-            group = kinds.index(kind)
+            group = _KINDS.index(kind)
             self._place.append((group, counts[group]))
             counts[group] += 1
+        self._groups = self.kv_groups()
         self._is_packed = False
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -150,7 +151,9 @@ class LagunaForCausalLM(nn.Module):
         residual = F.embedding(ids, self.model.embed_tokens.weight)
         taps: dict[int, torch.Tensor] = {}
         for i, (layer, (group, index)) in enumerate(zip(self.layers, self._place, strict=True)):
-            layer.run(residual, kv_cache.storage(group, index), steps[group])
+            step = steps[group]
+            assert step is not None, "the group has this layer"
+            layer.run(residual, kv_cache.storage(group, index), step)
             if i in tap_layer_ids:
                 taps[i] = residual[:num_rows].clone()
         hidden = self.model.norm(residual)[:num_rows]
@@ -221,10 +224,12 @@ class LagunaForCausalLM(nn.Module):
 
     def pack(self) -> None:
         """Lay weights out for the served path, in place; names, shapes and values stay."""
-        for layer in self.layers:
-            layer.pack(True)
-        if not self.config.tie_word_embeddings:
-            pack_rows([self.lm_head.weight])
+        # Not under inference mode, whose tensors could never be trained on.
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self.layers:
+                layer.pack(True)
+            if not self.config.tie_word_embeddings:
+                pack_rows([self.lm_head.weight])
         self._is_packed = True
 
     def unpack(self) -> None:
@@ -248,27 +253,25 @@ class LagunaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         return self
 
-    def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep]:
-        dtype, device = self.model.embed_tokens.weight.dtype, positions.device
-        steps = []
-        for group, kv_group in enumerate(self.kv_groups()):
-            kind: LayerType = "full_attention" if group == FULL_GROUP else "sliding_attention"
-            plan = (
-                dispatch.plan_attention(
-                    batch.spans,
-                    group,
-                    batch.kv_block_size,
-                    kv_group.num_kv_heads,
-                    kv_group.head_dim,
-                    kv_group.window,
-                    device,
-                )
-                if kv_group.num_layers
-                else None
+    def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep | None]:
+        """Lay out the pass for each KV group; None where a group has no layers."""
+        dtype = self.model.embed_tokens.weight.dtype
+        num_positions = max(span.first_position + span.num_rows for span in batch.spans)
+        tiles = dispatch.cut_tiles(batch.spans)
+        steps: list[LayerStep | None] = []
+        for kind, group in zip(_KINDS, self._groups, strict=True):
+            if not group.num_layers:
+                steps.append(None)
+                continue
+            plan = dispatch.plan_attention(
+                tiles,
+                len(steps),
+                batch.kv_block_size,
+                group.num_kv_heads,
+                group.head_dim,
+                group.window,
+                positions.device,
             )
-            cos, sin = self.rotary[kind](positions)
-            half = sin.shape[-1] // 2
-            signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
-            assert plan is not None or not kv_group.num_layers
-            steps.append(LayerStep(plan, cos.to(dtype).unsqueeze(1), signed.to(dtype).unsqueeze(1)))  # type: ignore[arg-type]
+            cos, signed_sin = self.rotary[kind].turns(positions, num_positions)
+            steps.append(LayerStep(plan, cos.to(dtype), signed_sin.to(dtype)))
         return steps

@@ -58,7 +58,7 @@ class RotaryEmbedding:
         self._inverse = inverse_frequencies(rope, head_dim)
         self._scaling = rope.attention_scaling
         self._inverse_on: dict[torch.device, torch.Tensor] = {}
-        self._table = torch.empty(0, 2, self.rotary_dim, device="cpu")
+        self._table = torch.empty(0, 3, self.rotary_dim, device="cpu")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each [..., R] float32, of integer positions [...]."""
@@ -66,6 +66,19 @@ class RotaryEmbedding:
             return self.compute(positions)
         rows = self.table(int(positions.max()) + 1 if positions.numel() else 0)[positions]
         return rows[..., 0, :], rows[..., 1, :]
+
+    def turns(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and signed sin, each [T, 1, R] float32, as ``kernels.dispatch.rotate_`` takes them.
+
+        Args:
+            positions: [T], all below ``num_positions``.
+            num_positions: Spares the search for the largest.
+        """
+        if positions.device.type != "cpu":
+            cos, sin = self.compute(positions)
+            return cos.unsqueeze(1), _signed(sin).unsqueeze(1)
+        rows = self.table(num_positions).index_select(0, positions)
+        return rows[:, 0:1], rows[:, 2:3]
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin without a table."""
@@ -80,12 +93,23 @@ class RotaryEmbedding:
         return self._inverse_on[device]
 
     def table(self, num_positions: int) -> torch.Tensor:
-        """Return cos and sin of positions from 0 on, [N, 2, R] float32, N at least ``num_positions``."""
+        """Return cos, sin and signed sin from position 0 on, [N, 3, R] float32, N >= ``num_positions``."""
         while self._table.shape[0] < num_positions:
             first = self._table.shape[0]
             pieces = [
-                torch.stack(self.compute(torch.arange(at, at + _PIECE, device="cpu")), dim=1)
+                self._piece(at)
                 for at in range(first, max(num_positions, min(2 * first, self.max_positions)), _PIECE)
             ]
             self._table = torch.cat((self._table, *pieces))
         return self._table
+
+    def _piece(self, first: int) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = self.compute(torch.arange(first, first + _PIECE, device="cpu"))
+            return torch.stack((cos, sin, _signed(sin)), dim=1)
+
+
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """Negate the first half of [.., R]: what the other half of a pair is multiplied by."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)

@@ -73,6 +73,15 @@ def test_a_training_step_after_serving_is_served(tiny_config):
     assert torch.equal(run_alone(target, ids, [20])[0], run_alone(fresh, ids, [20])[0])
 
 
+def test_serving_under_inference_mode_leaves_weights_that_train(tiny_config):
+    target = random_target(tiny_config).requires_grad_(True)
+    with torch.inference_mode():
+        run_alone(target, random_ids(9), [9])
+    target.forward_dense(random_ids(9)[None]).hidden_states.sum().backward()
+    with torch.no_grad():
+        target.layers[1].mlp.experts.gate_up_proj.sub_(target.layers[1].mlp.experts.gate_up_proj.grad)
+
+
 def test_weights_loaded_moved_and_copied_after_serving_are_served(tiny_config, tiny_target):
     ids = random_ids(20)
     expected, _ = run_alone(tiny_target, ids, [20])
