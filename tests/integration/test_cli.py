@@ -83,7 +83,7 @@ def test_drafts_are_coloured_on_demand_and_the_text_stays_the_same(run):
     words = ("generate", PROMPT, "--max-tokens", "30", "--num-speculative-tokens", "7", "--show-drafts")
     plain = run(*words)[1]
     on_terminal = ANSI.sub("", run(*words, "--color", "always")[1])
-    assert on_terminal == harmless(plain.removesuffix("\n")) + "\n"
+    assert on_terminal == PROMPT + harmless(plain.removesuffix("\n")) + "\n"
 
 
 def test_the_prompt_can_come_from_a_file_or_through_the_chat_template(run, tmp_path):

@@ -145,10 +145,14 @@ def _render(llm: LLM, prompt: str, args: argparse.Namespace) -> str:
 def _stream(
     llm: LLM, text: str, params: SamplingParams, args: argparse.Namespace, terminal: Any
 ) -> RequestOutput:
-    from lean_laguna.cli.drafts import StreamPrinter
+    from rich.text import Text
+
+    from lean_laguna.cli.drafts import StreamPrinter, harmless
 
     printer = StreamPrinter(terminal.out, llm.tokenizer, params, show_drafts=args.show_drafts)
     last: RequestOutput | None = None
+    if terminal.out.is_terminal and params.n == 1 and not args.chat:
+        terminal.out.print(Text(harmless(text), style="dim"), end="", soft_wrap=True)
     for output in llm.stream(text, params):
         last = output
         if params.n == 1:
