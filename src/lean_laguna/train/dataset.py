@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lean_laguna.core.errors import DataError
+from lean_laguna.core.files import atomic_write_text, atomic_writer
 from lean_laguna.train.tokenizer import EOS_ID, chars_per_token, chat_document
 
 # lp/pb 1: the two bytes of a token are told apart; a large dictionary finds repeats across files.
@@ -57,7 +58,10 @@ def chat_documents(pairs: Sequence[tuple[str, str]], max_chars: int, seed: int) 
 def save_tokens(folder: Path, split: str, tokens: npt.NDArray[np.uint16]) -> str:
     """Write ``<split>.u16.xz`` and return the SHA-256 of the uncompressed bytes."""
     data = tokens.astype("<u2").tobytes()
-    with lzma.open(folder / f"{split}.u16.xz", "wb", format=lzma.FORMAT_XZ, filters=_XZ_FILTERS) as file:
+    with (
+        atomic_writer(folder / f"{split}.u16.xz") as plain,
+        lzma.open(plain, "wb", format=lzma.FORMAT_XZ, filters=_XZ_FILTERS) as file,
+    ):
         file.write(data)
     return hashlib.sha256(data).hexdigest()
 
@@ -72,7 +76,7 @@ def load_tokens(folder: Path, split: str) -> Tensor:
     try:
         data = lzma.decompress(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"'{path}' is missing; prepare the corpus first") from None
+        raise DataError(f"'{path}' is missing; make it with: lean-laguna train corpus") from None
     except (lzma.LZMAError, EOFError) as error:
         raise DataError(f"'{path}' is damaged: {error}") from None
     expected = load_meta(folder)["sha256"][split]
@@ -88,7 +92,7 @@ def save_meta(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer) -> None:
         "vocab_size": tokenizer.get_vocab_size(),
         "chars_per_token": chars_per_token(tokenizer).tolist(),
     }
-    (folder / "meta.json").write_text(json.dumps(full), encoding="utf-8")
+    atomic_write_text(folder / "meta.json", json.dumps(full))
 
 
 def load_meta(folder: Path) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def load_meta(folder: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"'{folder}' has no meta.json; prepare the corpus first") from None
+        raise DataError(f"'{folder}' has no meta.json; make it with: lean-laguna train corpus") from None
     return meta
 
 
@@ -125,7 +129,8 @@ class RowSampler:
     def __post_init__(self) -> None:
         if self.steps_per_epoch < 1:
             raise DataError(
-                f"{len(self.tokens):,} tokens are too few for one step of {self.batch_rows} rows of {self.seq_len}"
+                f"{len(self.tokens):,} tokens are too few for one step of {self.batch_rows} rows "
+                f"of {self.seq_len}"
             )
 
     @property
@@ -134,7 +139,10 @@ class RowSampler:
         return ((len(self.tokens) - 1) // self.seq_len - 1) // self.batch_rows
 
     def rows(self, step: int) -> Tensor:
-        """Return the rows of a step, [B, seq_len + 1] int64: inputs are all but the last, labels all but the first."""
+        """Return the rows of a step, [B, seq_len + 1] int64.
+
+        Inputs are all but the last of each row, labels all but the first.
+        """
         epoch, index = divmod(step, self.steps_per_epoch)
         shift, order = _epoch_order(self.seed, epoch, self.seq_len, self.steps_per_epoch * self.batch_rows)
         chosen = order[index * self.batch_rows : (index + 1) * self.batch_rows]

@@ -1,4 +1,4 @@
-"""Training a DFlash drafter on its frozen target's own text; target states are captured online, never stored."""
+"""Training a DFlash drafter on its frozen target's own text; target states are captured, never stored."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
-from lean_laguna.models.dense_attention import Backend
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.laguna import LagunaForCausalLM
-from lean_laguna.train.blocks import BlockAttention, Blocks, make_blocks, sample_anchors
+from lean_laguna.train.blocks import Blocks, make_blocks, sample_anchors
 from lean_laguna.train.compiling import CompileMode, choose_compiled
-from lean_laguna.train.loop import RunLog, train
-from lean_laguna.train.losses import decay_weights, dpace_weights, slot_nll, weighted_mean
-from lean_laguna.train.metrics import (
-    accepted_lengths,
-    conditional_accuracy,
-    distinct_ngram_share,
-    expected_acceptance_length,
-    position_accuracy,
-    tau_chain,
-)
+from lean_laguna.train.drafter_eval import evaluate_kinds
+from lean_laguna.train.drafter_forward import capture, drafter_loss
+from lean_laguna.train.generated import Generated
+from lean_laguna.train.loop import Echo, RunLog, print_event, train
 from lean_laguna.train.recipe import DrafterRecipe
+from lean_laguna.train.run_state import STATE
 from lean_laguna.train.schedule import Budget
-from lean_laguna.train.selfgen import Generated
+
+# On the H200 a compiled capture ended in CUBLAS_STATUS_EXECUTION_FAILED and broke the CUDA context for good;
+# eager does 850,000 block rows a second there.
+DEFAULT_COMPILE: CompileMode = "off"
 
 
 def build_drafter(
@@ -46,50 +42,6 @@ def build_drafter(
     drafter = DFlashDrafter(config)
     drafter.init_weights(generator=torch.Generator().manual_seed(recipe.seed))
     return drafter.to(device)
-
-
-def block_hidden(drafter: DFlashDrafter, embeds: Tensor, aux: Tensor, blocks: Blocks) -> Tensor:
-    """Run the drafter over blocks of B sequences.
-
-    Args:
-        drafter: The network.
-        embeds: [N, Q, D] target embeddings of the block inputs.
-        aux: [B, S, m, D] target taps.
-        blocks: From :func:`make_blocks`.
-
-    Returns:
-        [N, Q - 1, D], the final-normed rows of slots 1..Q-1.
-    """
-    batch, length = aux.shape[:2]
-    config = drafter.config
-    attend = BlockAttention(blocks.anchors, length, config.layer_windows, config.layer_causal)
-    positions = torch.arange(length, device=aux.device).repeat(batch)
-    hidden = drafter.forward_dense(embeds, blocks.positions, aux.flatten(0, 1), positions, attend)
-    return hidden[:, 1:]
-
-
-def drafter_loss(
-    drafter: DFlashDrafter, head: Tensor, embeds: Tensor, aux: Tensor, blocks: Blocks, recipe: DrafterRecipe
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted cross-entropy of a batch of blocks (scalar) and the slots' correctness [N, Q - 1].
-
-    Args:
-        drafter: The network.
-        head: [V, D] the target's frozen lm_head.
-        embeds: [N, Q, D].
-        aux: [B, S, m, D].
-        blocks: Anchors, labels and masks.
-        recipe: Which weighting.
-    """
-    with torch.autocast(aux.device.type, torch.bfloat16, enabled=aux.device.type == "cuda"):
-        hidden = block_hidden(drafter, embeds, aux, blocks)
-        nll, correct = slot_nll(hidden, blocks.labels, lambda rows: F.linear(rows, head), chunk_rows=1 << 20)
-    mask = blocks.label_mask
-    if recipe.loss == "dpace":
-        weights = dpace_weights(torch.exp(-nll), mask, recipe.dpace_alpha)
-    else:
-        weights = decay_weights(nll.shape[1], recipe.loss_decay, nll.device).expand_as(nll)
-    return weighted_mean(nll, weights, mask), correct
 
 
 class DrafterTask:
@@ -128,19 +80,18 @@ class DrafterTask:
         device = self._head.device
         tokens = self._text.tokens[self._rows(0).to(device)].long()
         for rotary in (*self._target.rotary.values(), self._drafter.rotary):
-            rotary.inverse_on(device)  # filled here: a first use inside a compiled step would compile it twice
+            rotary.inverse_on(device)  # a first use inside a compiled step would compile it twice
 
         def probe_capture(function: Callable[..., Tensor]) -> None:
             function(self._target, tokens, self._drafter.config.target_layer_ids)
 
         self._capture = choose_compiled(
-            (_capture_flex, capture), probe_capture,
-            name="target capture", device=device, mode=mode, report=report,
-        )  # fmt: skip
+            (capture,), probe_capture, name="target capture", device=device, mode=mode, report=report
+        )
 
         def probe(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
             loss, _ = function(self._drafter, self._head, *self._inputs(0), self._recipe)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._drafter.zero_grad(set_to_none=True)
 
         self._loss = choose_compiled(
@@ -158,18 +109,14 @@ class DrafterTask:
 
     def validate(self) -> dict[str, float]:
         """Evaluate on held-out prefixes, greedy and sampled."""
-        result: dict[str, float] = {}
-        for kind, text in self._held_out.items():
-            found = evaluate(self._drafter, self._target, text, self._recipe.num_eval_draft_tokens)
-            result |= {f"{kind}_{name}": value for name, value in found.items()}
-        return result
+        return evaluate_kinds(self._drafter, self._target, self._held_out, self._recipe.num_eval_draft_tokens)
 
     def export(self) -> None:
         """Write the bf16 drafter in Laguna's native format."""
         save_drafter(self._drafter, self._out, dtype=torch.bfloat16, provenance=self._provenance)
 
     def _rows(self, step: int) -> Tensor:
-        """Return which sequences a step reads, [B] int64 on the CPU: every epoch covers the text in a new order."""
+        """Return which sequences a step reads, [B] int64 on the CPU: each epoch has an order of its own."""
         count, rows = len(self._text.tokens), self._recipe.batch_rows
         per_epoch = max(1, count // rows)
         epoch, index = divmod(step, per_epoch)
@@ -197,98 +144,6 @@ class DrafterTask:
         return embeds, aux.clone(), blocks
 
 
-def capture(target: LagunaForCausalLM, tokens: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
-    """Return the raw residuals after the given target layers, [B, S, m, D], without gradients."""
-    return _capture(target, tokens, layer_ids, "sdpa")
-
-
-def _capture_flex(target: LagunaForCausalLM, tokens: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
-    return _capture(target, tokens, layer_ids, "auto")
-
-
-def _capture(
-    target: LagunaForCausalLM, tokens: Tensor, layer_ids: tuple[int, ...], attention: Backend
-) -> Tensor:
-    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        aux = target.forward_dense(tokens, tap_layer_ids=layer_ids, attention=attention).aux_hidden_states
-    assert aux is not None
-    return aux
-
-
-@torch.no_grad()
-def evaluate(
-    drafter: DFlashDrafter, target: LagunaForCausalLM, text: Generated, num_draft_tokens: int, rows: int = 16
-) -> dict[str, float]:
-    """Measure acceptance at every position of held-out text written by the target.
-
-    A draft is accepted when it equals the text's token: the target's argmax for greedy text, its sample
-    otherwise; the drafter then samples with the same noise, as the engine does.
-
-    Args:
-        drafter: The network.
-        target: Its target.
-        text: Sequences with their noise, all of one kind.
-        num_draft_tokens: G.
-        rows: Sequences at once.
-
-    Returns:
-        tau_chain, eal, pos_acc_k and cond_acc_k for k = 1..G, distinct 8-gram share.
-    """
-    prefix = int(text.prefix_lengths[0])
-    written = text.tokens.shape[1] - prefix
-    lengths, corrects, masks = [], [], []
-    for start in range(0, len(text.tokens), rows):
-        correct, mask = _correct_slots(
-            drafter, target, text, start, min(start + rows, len(text.tokens)), num_draft_tokens
-        )
-        lengths.append(accepted_lengths(correct, mask).view(-1, written))
-        corrects.append(correct)
-        masks.append(mask)
-    accepted, correct, mask = torch.cat(lengths), torch.cat(corrects), torch.cat(masks)
-    full = mask.all(dim=1)  # anchors too near the end would understate L
-    result = {
-        "tau_chain": tau_chain(accepted, 0, written),
-        "eal": expected_acceptance_length(accepted_lengths(correct[full])),
-        "distinct_8gram": distinct_ngram_share(text.tokens[:, prefix:]),
-    }
-    for k, (pos, cond) in enumerate(
-        zip(position_accuracy(correct, mask), conditional_accuracy(correct, mask), strict=True), 1
-    ):
-        result[f"pos_acc_{k}"], result[f"cond_acc_{k}"] = pos, cond
-    return result
-
-
-def _correct_slots(
-    drafter: DFlashDrafter,
-    target: LagunaForCausalLM,
-    text: Generated,
-    start: int,
-    stop: int,
-    num_draft_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Propose at every written position of rows start..stop; returns correct and mask, [N, G] bool each."""
-    tokens = text.tokens[start:stop].long()
-    device, prefix = tokens.device, int(text.prefix_lengths[0])
-    loss_mask = text.written_mask(slice(start, stop)).to(device)
-    anchors = torch.arange(prefix, tokens.shape[1], device=device).expand(len(tokens), -1).contiguous()
-    blocks = make_blocks(
-        tokens, loss_mask, anchors, torch.ones_like(anchors, dtype=torch.bool),
-        num_draft_tokens + 1, drafter.config.mask_token_id,
-    )  # fmt: skip
-    aux = capture(target, tokens, drafter.config.target_layer_ids)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = block_hidden(drafter, target.embed(blocks.input_ids), aux, blocks)
-        logits = target.compute_logits(hidden.flatten(0, 1)).float()
-    if text.temperature > 0:
-        # [B, S, V], by the position the drafted token would stand at: the noise its target token was chosen with.
-        noise = text.noise(start, stop)
-        at = blocks.positions[:, 1:].clamp(max=tokens.shape[1] - 1)
-        sequence = torch.arange(len(tokens), device=device).repeat_interleave(anchors.shape[1])[:, None]
-        logits = logits + text.temperature * noise[sequence, at].flatten(0, 1)
-    correct = logits.argmax(-1).view_as(blocks.labels) == blocks.labels
-    return correct & blocks.label_mask, blocks.label_mask
-
-
 def train_drafter(
     recipe: DrafterRecipe,
     *,
@@ -300,7 +155,8 @@ def train_drafter(
     provenance: dict[str, str],
     seconds: float | None = None,
     steps: int | None = None,
-    compile_mode: CompileMode = "auto",
+    compile_mode: CompileMode = DEFAULT_COMPILE,
+    echo: Echo = print_event,
     where: str = "drafter recipe",
 ) -> tuple[DFlashDrafter, dict[str, float]]:
     """Train a drafter on text its target wrote.
@@ -310,12 +166,13 @@ def train_drafter(
         target: The target, on the training device; frozen.
         text: From :func:`lean_laguna.train.selfgen.generate_text`, on the training device.
         held_out: ``greedy`` and ``sampled`` evaluation text.
-        work: Where ``state.pt`` lives; resumed from if it is there.
+        work: Folder of the state; resumed from if there is one.
         out: Where the bf16 drafter and the log go.
         provenance: Written into the checkpoint: target hash, data hash and the like.
         seconds: Time from this call to the end of training, compilation included; or
         steps: Optimiser steps in all.
         compile_mode: Whether to try ``torch.compile``.
+        echo: Receives the log's events.
         where: Name of the recipe for errors.
 
     Returns:
@@ -326,9 +183,8 @@ def train_drafter(
         DataError: Training diverged.
     """
     started = time.monotonic()
-    work.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    log = RunLog(out / "train_log.jsonl")
+    log = RunLog(out / "train_log.jsonl", echo)
+    log.open(is_resumed=(work / STATE).exists())
     target.requires_grad_(False)
     drafter = build_drafter(recipe, target, text.tokens.device, where)
     task = DrafterTask(drafter, target, recipe, text, held_out, out, provenance)
@@ -339,6 +195,7 @@ def train_drafter(
         sequences=len(text.tokens),
         torch=torch.__version__,
         recipe=asdict(recipe),
+        provenance=provenance,
     )
     task.warm_up(compile_mode, lambda line: log.write("compile", what=line))
     spent = time.monotonic() - started

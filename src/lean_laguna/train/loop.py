@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from lean_laguna.core.errors import CheckpointError, DataError
 from lean_laguna.train.recipe import OptimizerRecipe
+from lean_laguna.train.run_state import DAMAGE, STATE
 from lean_laguna.train.schedule import Budget, learning_rate
 
 _MAX_ROLLBACKS = 2
+Echo = Callable[[str, dict[str, Any]], None]
 
 
 class Task(Protocol):
@@ -49,25 +51,41 @@ class Task(Protocol):
         """Write the model as others read it, atomically."""
 
 
+def plain_line(kind: str, values: dict[str, Any]) -> str:
+    """Return one readable line for an event of the log."""
+    shown = " ".join(f"{k}={_short(v)}" for k, v in values.items() if not isinstance(v, dict | list))
+    return f"{kind:9} {shown}"
+
+
+def print_event(kind: str, values: dict[str, Any]) -> None:
+    """Print an event to standard error."""
+    print(plain_line(kind, values), file=sys.stderr, flush=True)
+
+
 @dataclass
 class RunLog:
-    """One JSON object a line in a file, and a short line on the terminal.
+    """One JSON object a line in a file; each is shown to whoever watches, too.
 
     Attributes:
-        path: The JSONL file; appended to, so that a resumed run continues it.
-        echo: Receives the readable line.
+        path: The JSONL file, appended to.
+        echo: Receives each event's kind and values.
     """
 
     path: Path
-    echo: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+    echo: Echo = print_event
+
+    def open(self, *, is_resumed: bool) -> None:
+        """Make the folder; a run that starts anew drops the log of an earlier one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not is_resumed:
+            self.path.unlink(missing_ok=True)
 
     def write(self, kind: str, **values: Any) -> None:
         """Log one event."""
         row = {"event": kind, "time": round(time.time(), 2), **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        shown = " ".join(f"{k}={_short(v)}" for k, v in values.items() if not isinstance(v, dict | list))
-        self.echo(f"{kind:9} {shown}")
+        self.echo(kind, values)
 
 
 @dataclass
@@ -92,8 +110,8 @@ def train(
 ) -> dict[str, float]:
     """Train until the budget is used, then validate and export.
 
-    Resumes from ``folder/state.pt`` if it is there. With a step budget the weights do not depend on where a
-    run was cut; with a time budget the clock goes on from where it stood.
+    Resumes from the state in ``folder`` if there is one. With a step budget the weights do not depend on
+    where a run was cut; with a time budget the clock goes on from where it stood.
 
     Returns:
         The last validation's figures.
@@ -103,7 +121,8 @@ def train(
             half the learning rate.
     """
     optimizer = make_optimizer(task.module, optimizer_recipe)
-    state_path = folder / "state.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    state_path = folder / STATE
     state = _restore(state_path, task, optimizer)
     if state.step:
         log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
@@ -136,7 +155,8 @@ def train(
         left = _seconds_left(budget, state.step, now - started, per_second)
         log.write(
             "step", step=state.step, progress=round(progress, 4), loss=round(value, 4), lr=rate,
-            grad_norm=round(float(norm), 3), tok_per_s=round(per_second * task.tokens_per_step), eta_s=round(left),
+            grad_norm=round(float(norm), 3), tok_per_s=round(per_second * task.tokens_per_step),
+            eta_s=round(left),
         )  # fmt: skip
         last_log, logged_step = now, state.step
         if now - last_val >= val_every_s and progress < 0.97:
@@ -177,7 +197,7 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     loss = task.loss(step)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = nn.utils.clip_grad_norm_([p for p in task.module.parameters() if p.grad is not None], clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -203,14 +223,14 @@ def _save(path: Path, task: Task, optimizer: torch.optim.Optimizer, state: _Stat
 
 
 def _restore(path: Path, task: Task, optimizer: torch.optim.Optimizer) -> _State:
-    """Load ``state.pt`` if present; otherwise return a fresh state."""
+    """Load the state if there is one; otherwise return a fresh one."""
     if not path.exists():
         return _State()
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
         task.module.load_state_dict(held["module"])
         optimizer.load_state_dict(held["optimizer"])
-    except (KeyError, RuntimeError, ValueError, EOFError) as error:
+    except DAMAGE as error:
         raise CheckpointError(
             f"'{path}' does not fit this recipe or is damaged: {error}; remove it to start anew"
         ) from None

@@ -77,6 +77,6 @@ def slot_nll(
 
 
 def weighted_mean(nll: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Return sum(w * nll) / sum(w) over the mask, a scalar that does not depend on the scale of the weights."""
+    """Return sum(w * nll) / sum(w) over the mask, a scalar; the scale of the weights does not matter."""
     kept = weights * mask
     return (nll * kept).sum() / kept.sum().clamp_min(1e-6)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,6 +22,20 @@ def accepted_lengths(correct: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     right = correct if mask is None else correct & mask
     return torch.cumprod(right.long(), dim=1).sum(1)
+
+
+def run_lengths(match: Tensor, longest: int) -> Tensor:
+    """Return how many True values in a row begin at each place, ``longest`` at most.
+
+    Args:
+        match: [B, S] bool.
+        longest: Ceiling of the count.
+
+    Returns:
+        [B, S] int64.
+    """
+    windows = F.pad(match, (0, longest - 1)).unfold(1, longest, 1)  # [B, S, longest]
+    return torch.cumprod(windows.long(), dim=-1).sum(-1)
 
 
 def position_accuracy(correct: Tensor, mask: Tensor) -> list[float]:
@@ -81,7 +96,7 @@ def tau_chain(accepted: Tensor, first_anchor: int, end: int) -> float:
 
 
 def distinct_ngram_share(tokens: Tensor, n: int = 8) -> float:
-    """Return distinct n-grams over n-grams, averaged over sequences [B, S]: near 0 for loops, 1 for no repeats."""
+    """Return distinct n-grams over n-grams, averaged over sequences [B, S]: near 0 for loops, at most 1."""
     shares = []
     for row in tokens.tolist():
         grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]

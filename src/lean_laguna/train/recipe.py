@@ -18,6 +18,19 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
+class TokenizerRecipe:
+    """Byte-level BPE.
+
+    Attributes:
+        vocab_size: Ids in all, reserved ones included.
+        sample_bytes: Text the merges are learnt from.
+    """
+
+    vocab_size: int = 4096
+    sample_bytes: int = 40_000_000
+
+
+@dataclass(frozen=True)
 class CorpusRecipe:
     """What text is read, from where, and what is left out.
 
@@ -33,6 +46,7 @@ class CorpusRecipe:
         chat_share: Share of training tokens made of chat-format documents from docstring functions.
         max_train_tokens: Ceiling on training tokens; 0 means all.
         seed: Order of files and of documents.
+        tokenizer: What is learnt from the training text.
     """
 
     requirements: tuple[str, ...]
@@ -46,19 +60,7 @@ class CorpusRecipe:
     chat_share: float = 0.04
     max_train_tokens: int = 0
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class TokenizerRecipe:
-    """Byte-level BPE.
-
-    Attributes:
-        vocab_size: Ids in all, reserved ones included.
-        sample_bytes: Text the merges are learnt from.
-    """
-
-    vocab_size: int = 4096
-    sample_bytes: int = 40_000_000
+    tokenizer: TokenizerRecipe = TokenizerRecipe()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,47 +17,9 @@ from torch import Tensor
 from lean_laguna.core.errors import DataError
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.laguna_layers import DecoderLayer
+from lean_laguna.train.generated import Generated, gumbel
 from lean_laguna.train.recipe import SelfgenRecipe
 from lean_laguna.train.tokenizer import ASSISTANT_ID, END_THINK_ID, EOS_ID
-
-
-@dataclass(frozen=True)
-class Generated:
-    """Sequences of one length: a prefix each, then what the target wrote.
-
-    Attributes:
-        tokens: [M, S] int32.
-        prefix_lengths: [M] int64 on the CPU.
-        temperature: Of all sequences, 0 for greedy; for mixed training text the value is not used.
-        noise_seed: Seed of the noise that chose the tokens; only evaluation text has one.
-        vocab_size: V.
-    """
-
-    tokens: Tensor
-    prefix_lengths: Tensor
-    temperature: float
-    noise_seed: int
-    vocab_size: int
-
-    def written_mask(self, rows: slice | Tensor) -> Tensor:
-        """Return which tokens the target wrote, [B, S] bool on the CPU."""
-        return torch.arange(self.tokens.shape[1]) >= self.prefix_lengths[rows][:, None]
-
-    def noise(self, start: int, stop: int) -> Tensor:
-        """Return the Gumbel noise of rows start..stop at every position, [B, S, V] float32 on the tokens' device."""
-        device, length = self.tokens.device, self.tokens.shape[1]
-        return torch.stack(
-            [
-                gumbel_rows(self.noise_seed * 65_537 + row, length, self.vocab_size, device)
-                for row in range(start, stop)
-            ]
-        )
-
-
-def gumbel_rows(seed: int, length: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Return standard Gumbel noise [length, V] float32, the same for the same seed on the same kind of device."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return _gumbel(torch.rand(length, vocab_size, generator=generator, device=device))
 
 
 def choose_prefixes(
@@ -205,7 +166,7 @@ class _Writer:
         position, tokens = self._position, self._tokens
         logits = _next_logits(self._target, tokens.index_select(1, position), position, self._cache)
         if noise is None:
-            noise = _gumbel(torch.rand_like(logits))
+            noise = gumbel(torch.rand_like(logits))
         sampled = (logits + self._temperatures[:, None] * noise).argmax(-1, keepdim=True)
         following = position + 1
         given = tokens.index_select(1, following)
@@ -215,7 +176,7 @@ class _Writer:
 
     def _capture(self, report: Callable[[str], None]) -> torch.cuda.CUDAGraph | None:
         try:
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side), torch.no_grad():
                 for _ in range(2):
@@ -226,16 +187,25 @@ class _Writer:
                 self._step(None)
         except Exception as error:  # whatever capture raises, the eager step does the same
             torch.cuda.synchronize()
-            report(
-                f"self-generation: eager, because the CUDA graph failed: {type(error).__name__}: {str(error)[:120]}"
-            )
+            reason = f"{type(error).__name__}: {str(error)[:120]}"
+            report(f"self-generation: eager, because the CUDA graph failed: {reason}")
             return None
         report("self-generation: CUDA graph")
         return graph
 
 
 def _next_logits(target: LagunaForCausalLM, ids: Tensor, position: Tensor, cache: Tensor) -> Tensor:
-    """Run one token of every sequence, writing its keys and values; ids [B, 1], position [1] -> [B, V] float32."""
+    """Run one token of every sequence, writing its keys and values.
+
+    Args:
+        target: The target.
+        ids: [B, 1] int64.
+        position: [1] int64, the same for all.
+        cache: [L, 2, B, J, S, P].
+
+    Returns:
+        [B, V] float32.
+    """
     config = target.config
     places = position.expand_as(ids)
     turns = {kind: target.rotary[kind].compute(places) for kind in set(config.layer_types)}
@@ -258,7 +228,7 @@ def _next_logits(target: LagunaForCausalLM, ids: Tensor, position: Tensor, cache
 
 
 def _attend_cached(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, position: Tensor, seen: Tensor) -> Tensor:
-    """Attend from q [B, H, 1, P] to kv [2, B, J, S, P], after writing k and v [B, J, 1, P] at the position."""
+    """Write k and v [B, J, 1, P] at the position of kv [2, B, J, S, P], then attend from q [B, H, 1, P]."""
     batch, heads, _, size = q.shape
     kv[0].index_copy_(2, position, k.to(kv.dtype))
     kv[1].index_copy_(2, position, v.to(kv.dtype))
@@ -266,10 +236,6 @@ def _attend_cached(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, position: Tensor
     scores = (grouped @ kv[0].transpose(-1, -2)).float() * size**-0.5
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
     return (weights.to(kv.dtype) @ kv[1]).view(batch, heads, 1, size).to(q.dtype)
-
-
-def _gumbel(uniform: Tensor) -> Tensor:
-    return -torch.log(-torch.log(uniform.clamp(1e-20, 1.0 - 2**-24)))
 
 
 def _chat_prompts(stream: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,15 +115,22 @@ def standard_library() -> Distribution:
     return Distribution("python-stdlib", version, "PSF-2.0", Path(sysconfig.get_paths()["stdlib"]))
 
 
-def fetch_wheels(requirements: Sequence[str], folder: Path) -> list[str]:
-    """Download the pinned wheels with pip; one that fails is reported, not fatal.
+def fetch_wheels(
+    requirements: Sequence[str], folder: Path, report: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """Download the pinned wheels that are not there yet with pip; one that fails is reported, not fatal.
+
+    Args:
+        requirements: ``name==version`` each.
+        folder: Where wheels lie.
+        report: Receives one line for each download.
 
     Returns:
-        One line for each requirement that could not be fetched.
+        The requirements that could not be fetched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     missing = []
-    for requirement in requirements:
+    for index, requirement in enumerate(requirements, 1):
         name, _, version = requirement.partition("==")
         stem = re.sub(r"[-_.]+", "_", name).lower()
         if any(
@@ -135,7 +142,10 @@ def fetch_wheels(requirements: Sequence[str], folder: Path) -> list[str]:
         done = subprocess.run([*command, "-d", str(folder), requirement], capture_output=True, text=True)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["pip failed"]
-            missing.append(f"{requirement}: {lines[-1]}")
+            missing.append(requirement)
+            report(f"not fetched: {requirement}: {lines[-1]}")
+        else:
+            report(f"fetched {index} of {len(requirements)}: {requirement}")
     return missing
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.checkpoint import save_laguna
 from lean_laguna.models.dense_attention import Backend
@@ -20,8 +21,9 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.balance import dead_experts, expert_loads, max_violation, update_biases
 from lean_laguna.train.compiling import CompileMode, choose_compiled
 from lean_laguna.train.dataset import RowSampler, load_meta, load_tokens, validation_rows
-from lean_laguna.train.loop import RunLog, train
+from lean_laguna.train.loop import Echo, RunLog, print_event, train
 from lean_laguna.train.recipe import TargetRecipe
+from lean_laguna.train.run_state import STATE
 from lean_laguna.train.schedule import Budget
 
 MAX_SHARD_BYTES = 15 * 2**20  # files come back from the GPU machine one by one, 16 MiB each at most
@@ -117,12 +119,14 @@ class TargetTask:
     def warm_up(self, mode: CompileMode, report: Callable[[str], None]) -> None:
         """Choose compiled or eager by timing both on a real batch."""
         rows = self._sampler.rows(0)
-        for rotary in self._model.rotary.values():
-            rotary.inverse_on(rows.device)  # filled here: a first use inside the compiled step would compile it twice
+        for (
+            rotary
+        ) in self._model.rotary.values():  # a first use inside the compiled step would compile it twice
+            rotary.inverse_on(rows.device)
 
         def probe(function: LossFunction) -> None:
             nll, _ = function(self._model, rows)
-            nll.mean().backward()  # type: ignore[no-untyped-call]
+            nll.mean().backward()
             self._model.zero_grad(set_to_none=True)
 
         self._loss = choose_compiled(
@@ -146,32 +150,15 @@ class TargetTask:
         step_size = self._recipe.bias_step if progress < self._recipe.bias_stop else 0.0
         update_biases(self._biases, self._loads, step_size)
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Score the held-out stream: bits per character, top-1, and the balance of the experts."""
+        """Score the held-out stream."""
+        recipe = self._recipe
         self._model.eval()
-        rows = torch.cat(
-            list(validation_rows(self._val_tokens, self._recipe.seq_len, self._recipe.val_tokens))
+        figures = score_target(
+            self._model, self._val_tokens, self._chars, recipe.seq_len, recipe.batch_rows, recipe.val_tokens
         )
-        nll_sum = chars = 0.0
-        count = right = 0
-        loads = torch.zeros(())
-        for batch in torch.split(rows, self._recipe.batch_rows):
-            nll, hits, batch_loads = _score(self._model, batch)
-            nll_sum += float(nll.double().sum())
-            right += int(hits.sum())
-            count += nll.numel()
-            chars += float(self._chars[batch[:, 1:]].sum())
-            loads = batch_loads + loads.to(batch_loads.device)
         self._model.train()
-        return {
-            "val_bits_per_char": nll_sum / math.log(2) / max(1.0, chars),
-            "val_loss": nll_sum / count,
-            "val_top1": right / count,
-            "val_tokens": float(count),
-            "max_violation": max_violation(loads),
-            "dead_experts": float(dead_experts(loads)),
-        }
+        return figures
 
     def export(self) -> None:
         """Write the bf16 checkpoint in Hugging Face names, in shards small enough to travel."""
@@ -180,6 +167,46 @@ class TargetTask:
             for name, tensor in self._model.state_dict().items()
         }
         save_laguna(state, self._model.config, self._out, max_shard_bytes=MAX_SHARD_BYTES)
+
+
+@torch.no_grad()
+def score_target(
+    model: LagunaForCausalLM,
+    tokens: Tensor,
+    chars_per_token: Tensor,
+    seq_len: int,
+    batch_rows: int,
+    max_tokens: int,
+) -> dict[str, float]:
+    """Score a held-out stream: bits per character, top-1, and the balance of the experts.
+
+    Args:
+        model: The target.
+        tokens: [N] int32 on its device.
+        chars_per_token: [V] characters that each id adds to the text.
+        seq_len: Tokens per row; each row starts without context.
+        batch_rows: Rows at once.
+        max_tokens: Tokens to score at most, in rows spread over the stream.
+    """
+    rows = torch.cat(list(validation_rows(tokens, seq_len, max_tokens)))
+    nll_sum = chars = 0.0
+    count = right = 0
+    loads = torch.zeros(())
+    for batch in torch.split(rows, batch_rows):
+        nll, hits, batch_loads = _score(model, batch)
+        nll_sum += float(nll.double().sum())
+        right += int(hits.sum())
+        count += nll.numel()
+        chars += float(chars_per_token[batch[:, 1:]].sum())
+        loads = batch_loads + loads.to(batch_loads.device)
+    return {
+        "val_bits_per_char": nll_sum / math.log(2) / max(1.0, chars),
+        "val_loss": nll_sum / count,
+        "val_top1": right / count,
+        "val_tokens": float(count),
+        "max_violation": max_violation(loads),
+        "dead_experts": float(dead_experts(loads)),
+    }
 
 
 def _score(model: LagunaForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,6 +229,7 @@ def train_target(
     seconds: float | None = None,
     steps: int | None = None,
     compile_mode: CompileMode = "auto",
+    echo: Echo = print_event,
     where: str = "target recipe",
 ) -> tuple[LagunaForCausalLM, dict[str, float]]:
     """Pretrain a target on prepared tokens.
@@ -209,12 +237,13 @@ def train_target(
     Args:
         recipe: Shape, optimiser, batch.
         data: Folder of :func:`lean_laguna.train.prepare.prepare_corpus`.
-        work: Where ``state.pt`` lives; resumed from if it is there.
+        work: Folder of the state; resumed from if there is one.
         out: Where the bf16 checkpoint and the log go.
         device: Training device.
         seconds: Time from this call to the end of training, loading and compilation included; or
         steps: Optimiser steps in all.
         compile_mode: Whether to try ``torch.compile``.
+        echo: Receives the log's events.
         where: Name of the recipe for errors.
 
     Returns:
@@ -225,11 +254,15 @@ def train_target(
         DataError: The data is missing or damaged, or training diverged.
     """
     started = time.monotonic()
-    work.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    log = RunLog(out / "train_log.jsonl")
     meta: dict[str, Any] = load_meta(data)
     model = build_target(recipe, device, where)
+    if model.config.vocab_size < meta["vocab_size"]:
+        raise ConfigError(
+            f"{where}: 'vocab_size' is {model.config.vocab_size}, but the tokenizer of '{data}' "
+            f"has {meta['vocab_size']} ids"
+        )
+    log = RunLog(out / "train_log.jsonl", echo)
+    log.open(is_resumed=(work / STATE).exists())
     task = TargetTask(
         model,
         recipe,

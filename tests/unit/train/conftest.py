@@ -1,15 +1,10 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+from support.training import write_data
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    from tiny import write_data
-
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder

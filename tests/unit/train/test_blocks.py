@@ -10,7 +10,7 @@ from lean_laguna.train.blocks import (
     make_blocks,
     sample_anchors,
 )
-from lean_laguna.train.drafter import block_hidden
+from lean_laguna.train.drafter_forward import block_hidden
 
 MASK = 12
 

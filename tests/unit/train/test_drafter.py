@@ -1,13 +1,14 @@
 import pytest
 import torch
-from tiny import DRAFTER_MODEL, drafter_recipe, selfgen_recipe, target_recipe
 
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.train.dataset import load_tokens
-from lean_laguna.train.drafter import evaluate, train_drafter
+from lean_laguna.train.drafter import train_drafter
+from lean_laguna.train.drafter_eval import evaluate
 from lean_laguna.train.selfgen import generate_held_out, generate_text
 from lean_laguna.train.target import build_target
+from support.training import DRAFTER_MODEL, drafter_recipe, selfgen_recipe, target_recipe
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,11 @@ def setting(data):
     return {
         "target": target,
         "text": generate_text(target, load_tokens(data, "train"), recipe),
-        "held_out": {"greedy": generate_held_out(target, val, recipe, 0.0), "sampled": generate_held_out(target, val, recipe, 0.8)},
-    }  # fmt: skip
+        "held_out": {
+            kind: generate_held_out(target, val, recipe, temperature)
+            for kind, temperature in (("greedy", 0.0), ("sampled", 0.8))
+        },
+    }
 
 
 def run(setting, folder, recipe=None, **budget):

@@ -10,12 +10,13 @@ from lean_laguna.train.metrics import (
     distinct_ngram_share,
     expected_acceptance_length,
     position_accuracy,
+    run_lengths,
     tau_chain,
 )
 
 
 def walk_by_hand(draft, text, first, end, num_draft_tokens):
-    """Greedy speculative decoding of ``text``, token by token; ``draft(a)`` proposes what follows position a."""
+    """Greedy speculative decoding of ``text``, token by token; ``draft(a)`` is what follows position a."""
     emitted, cycles, accepted = [text[first]], 0, 0
     while len(emitted) < end - first:
         anchor = first + len(emitted) - 1
@@ -45,7 +46,7 @@ def test_tau_chain_equals_a_walk_by_hand():
                 if a + 1 + k < length:
                     mask[a, k], correct[a, k] = True, table[a][k] == text[a + 1 + k]
         accepted = accepted_lengths(correct, mask)
-        expected = walk_by_hand(lambda a: table[a], text, first, length, drafts)
+        expected = walk_by_hand(table.__getitem__, text, first, length, drafts)
         assert chain_counts(accepted.tolist(), first, length) == expected
         assert tau_chain(accepted[None], first, length) == pytest.approx(
             1 + expected[1] / max(1, expected[0])
@@ -56,6 +57,12 @@ def test_accepted_length_stops_at_the_first_miss():
     correct = torch.tensor([[True, False, True], [True, True, True], [False, True, True]])
     assert accepted_lengths(correct).tolist() == [1, 3, 0]
     assert expected_acceptance_length(accepted_lengths(correct)) == pytest.approx(1 + 4 / 3)
+
+
+def test_runs_are_counted_from_each_place_up_to_the_longest():
+    match = torch.tensor([[True, True, True, False, True]])
+    assert run_lengths(match, 2).tolist() == [[2, 2, 1, 0, 1]]
+    assert run_lengths(match, 9).tolist() == [[3, 2, 1, 0, 1]]
 
 
 def test_conditional_accuracy_counts_only_blocks_that_got_there():

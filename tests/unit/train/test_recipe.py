@@ -1,24 +1,29 @@
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+import lean_laguna
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.core.provenance import checkpoint_hash
+from lean_laguna.train.licences import PERMITTED_IDS
 from lean_laguna.train.recipe import (
     CorpusRecipe,
     DrafterRecipe,
     TargetRecipe,
-    TokenizerRecipe,
     build_recipe,
     load_recipe,
 )
 
+ASSETS = Path(lean_laguna.__file__).parent / "assets"
 RECIPES = Path(__file__).parents[3] / "recipes" / "nano"
 
 
 def test_an_unknown_key_names_the_nearest():
-    with pytest.raises(ConfigError, match="'seq_length'.*did you mean 'seq_len'"):
+    with pytest.raises(ConfigError, match=r"'seq_length'.*did you mean 'seq_len'"):
         build_recipe(TargetRecipe, {"model": {}, "seq_length": 1}, "recipe")
 
 
@@ -53,5 +58,32 @@ def test_the_shipped_recipes_are_valid_and_fit_together():
     target = load_recipe(TargetRecipe, RECIPES / "target.toml")
     drafter = load_recipe(DrafterRecipe, RECIPES / "dflash.toml")
     config = LagunaConfig.from_dict(target.model)
-    assert config.vocab_size == load_recipe(TokenizerRecipe, RECIPES / "tokenizer.toml").vocab_size
+    assert config.vocab_size == corpus.tokenizer.vocab_size
     DFlashConfig.from_dict(drafter.model).check_target(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "model"),
+    [(TargetRecipe, "target", "laguna-nano"), (DrafterRecipe, "dflash", "laguna-nano-dflash")],
+)
+def test_the_shipped_models_were_made_with_the_shipped_recipes(kind, recipe, model):
+    start = json.loads((ASSETS / model / "train_log.jsonl").read_text().splitlines()[0])
+    assert start["event"] == "start"
+    assert json.loads(json.dumps(asdict(load_recipe(kind, RECIPES / f"{recipe}.toml")))) == start["recipe"]
+
+
+def test_the_shipped_manifest_follows_the_shipped_recipe_and_is_permissive_throughout():
+    recipe = load_recipe(CorpusRecipe, RECIPES / "corpus.toml")
+    manifest = json.loads((ASSETS / "laguna-nano" / "data_manifest.json").read_text())
+    entries = manifest["distributions"]
+    assert {e["name"] for e in entries if e["split"] == "val"} == set(recipe.held_out)
+    pins = {f"{e['name']}=={e['version']}" for e in entries if e["name"] != "python-stdlib"}
+    assert pins <= set(recipe.requirements)
+    for entry in entries:
+        assert set(entry["licence"].split(" AND ")) <= PERMITTED_IDS, entry["name"]
+        assert len(entry["files_sha256"]) == 64
+
+
+def test_the_shipped_drafter_names_the_shipped_target():
+    config = json.loads((ASSETS / "laguna-nano-dflash" / "config.json").read_text())
+    assert config["provenance"]["target_sha256"] == checkpoint_hash(ASSETS / "laguna-nano")

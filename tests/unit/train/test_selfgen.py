@@ -2,13 +2,13 @@ import time
 
 import pytest
 import torch
-from tiny import selfgen_recipe, target_recipe
 
 from lean_laguna.core.errors import DataError
 from lean_laguna.train.dataset import load_tokens
 from lean_laguna.train.selfgen import choose_prefixes, generate_held_out, generate_text
 from lean_laguna.train.target import build_target
 from lean_laguna.train.tokenizer import EOS_ID
+from support.training import selfgen_recipe, target_recipe
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@ import json
 
 import pytest
 import torch
-from tiny import TARGET_MODEL, target_recipe
 
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.train.target import build_target, correction_biases, target_loss, train_target
+from support.training import TARGET_MODEL, target_recipe
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,7 @@
 """A tiny target, drafter and corpus, built in memory for the trainer's tests."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,11 +29,11 @@ TARGET_MODEL = {
     },
 }  # fmt: skip
 DRAFTER_MODEL = {
-    "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32,
-    "layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "gating": True, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128, "rope_theta": 10000.0, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
-    "block_size": 6, "num_target_layers": 3,
+    "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "hidden_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 32, "layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "gating": True,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_theta": 10000.0,
+    "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "block_size": 6, "num_target_layers": 3,
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 12, "causal": True},
 }  # fmt: skip
 
@@ -46,8 +48,8 @@ def target_recipe(**changes):
 
 def drafter_recipe(**changes):
     values = {
-        "model": DRAFTER_MODEL, "batch_rows": 4, "anchors": 6, "short_block": 4, "long_every": 3, "save_every_s": 0.0,
-        "optimizer": {"lr": 5e-3, "shape": "cosine"}, "num_eval_draft_tokens": 3,
+        "model": DRAFTER_MODEL, "batch_rows": 4, "anchors": 6, "short_block": 4, "long_every": 3,
+        "save_every_s": 0.0, "optimizer": {"lr": 5e-3, "shape": "cosine"}, "num_eval_draft_tokens": 3,
     }  # fmt: skip
     return build_recipe(DrafterRecipe, values | changes, "test")
 
@@ -62,11 +64,13 @@ def selfgen_recipe(**changes):
 def write_data(folder: Path):
     """Write a prepared corpus as ``prepare_corpus`` does; returns its tokenizer and texts."""
     torch.set_num_threads(1)
-    texts = [
-        f"def function_{i}(first, second):\n    if first > {i}:\n        return second\n    return first + {i}\n"
-        * 3
-        for i in range(40)
-    ]
+    lines = (
+        "def function_{i}(first, second):",
+        "    if first > {i}:",
+        "        return second",
+        "    return first + {i}",
+    )
+    texts = ["".join(line.format(i=i) + "\n" for line in lines) * 3 for i in range(40)]
     tokenizer = train_bpe(texts, VOCAB)
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, folder / "tokenizer", 128)
@@ -81,3 +85,20 @@ def write_data(folder: Path):
     }
     save_meta(folder, meta, tokenizer)
     return tokenizer, texts
+
+
+def write_recipes(folder: Path, drafter_model=None) -> Path:
+    """Write ``target.toml`` and ``dflash.toml`` for the tiny pair; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drafter = asdict(drafter_recipe()) | {"selfgen": asdict(selfgen_recipe())}
+    drafter["model"] = drafter_model or DRAFTER_MODEL
+    for name, content in (("target", asdict(target_recipe())), ("dflash", drafter)):
+        lines = [f"{key} = {_toml(value)}\n" for key, value in content.items()]
+        (folder / f"{name}.toml").write_text("".join(lines))
+    return folder
+
+
+def _toml(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)

@@ -1,0 +1,50 @@
+"""Progress of a training run: a bar with the time left on a terminal, a plain line now and then in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from lean_laguna.cli.terminal import Terminal
+from lean_laguna.train.loop import plain_line
+
+PIPE_SECONDS = 5.0  # at least so long between two step lines; the log file has all
+WHOLE = 100
+
+
+class TrainingProgress:
+    """Shows the events of a training log; a context manager that owns the bar."""
+
+    def __init__(self, terminal: Terminal):
+        self._terminal = terminal
+        self._stack = contextlib.ExitStack()
+        self._bar: Any = None
+        self._last_line = float("-inf")
+
+    def __enter__(self) -> TrainingProgress:
+        """Open the bar, where there is a terminal."""
+        self._bar = self._stack.enter_context(self._terminal.progress())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self._stack.close()
+
+    def show(self, kind: str, values: dict[str, Any]) -> None:
+        """Show one event: steps move the bar, the rest are lines."""
+        if kind != "step":
+            self._terminal.note(plain_line(kind, values))
+        elif self._bar is not None:
+            self._bar(round(values["progress"] * WHOLE), WHOLE, _what(values))
+        elif time.monotonic() - self._last_line >= PIPE_SECONDS:
+            self._last_line = time.monotonic()
+            self._terminal.note(plain_line(kind, values))
+
+
+def _what(values: dict[str, Any]) -> str:
+    minutes, seconds = divmod(int(values["eta_s"]), 60)
+    return (
+        f"step {values['step']:,}, loss {values['loss']:.3f}, {values['tok_per_s']:,} tokens/s, "
+        f"{minutes}:{seconds:02} left"
+    )

@@ -1,0 +1,186 @@
+"""Acceptance of a drafter, measured at every position of held-out text that its target wrote."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.train.blocks import make_blocks
+from lean_laguna.train.drafter_forward import block_hidden, capture
+from lean_laguna.train.generated import Generated
+from lean_laguna.train.metrics import (
+    accepted_lengths,
+    conditional_accuracy,
+    distinct_ngram_share,
+    expected_acceptance_length,
+    position_accuracy,
+    run_lengths,
+    tau_chain,
+)
+
+OTHER_DRAFT_LENGTHS = (3, 15)
+
+
+@torch.no_grad()
+def evaluate(
+    drafter: DFlashDrafter, target: LagunaForCausalLM, text: Generated, num_draft_tokens: int, rows: int = 16
+) -> dict[str, float]:
+    """Measure acceptance at every position of held-out text written by the target.
+
+    A draft is accepted when it equals the text's token: the target's argmax for greedy text, its sample
+    otherwise; the drafter then samples with the same noise, as the engine does.
+
+    Args:
+        drafter: The network.
+        target: Its target.
+        text: Sequences with their noise, all of one kind and one prefix length.
+        num_draft_tokens: G.
+        rows: Sequences at once.
+
+    Returns:
+        tau_chain, eal, pos_acc_k and cond_acc_k for k = 1..G, distinct 8-gram share.
+    """
+    prefix = int(text.prefix_lengths[0])
+    written = text.tokens.shape[1] - prefix
+    lengths, corrects, masks = [], [], []
+    for start in range(0, len(text.tokens), rows):
+        stop = min(start + rows, len(text.tokens))
+        correct, mask = correct_slots(drafter, target, text, start, stop, num_draft_tokens)
+        lengths.append(accepted_lengths(correct, mask).view(-1, written))
+        corrects.append(correct)
+        masks.append(mask)
+    accepted, correct, mask = torch.cat(lengths), torch.cat(corrects), torch.cat(masks)
+    full = mask.all(dim=1)  # anchors too near the end would understate L
+    result = {
+        "tau_chain": tau_chain(accepted, 0, written),
+        "eal": expected_acceptance_length(accepted_lengths(correct[full])),
+        "distinct_8gram": distinct_ngram_share(text.tokens[:, prefix:]),
+    }
+    by_slot = zip(position_accuracy(correct, mask), conditional_accuracy(correct, mask), strict=True)
+    for k, (pos, cond) in enumerate(by_slot, 1):
+        result[f"pos_acc_{k}"], result[f"cond_acc_{k}"] = pos, cond
+    return result
+
+
+@torch.no_grad()
+def evaluate_argmax(
+    target: LagunaForCausalLM, text: Generated, num_draft_tokens: int, rows: int = 16
+) -> dict[str, float]:
+    """Measure the target's own argmax as the drafter: the ceiling of drafters blind to the noise.
+
+    On greedy text this ceiling is G + 1 by definition. On sampled text a drafter that draws with the
+    verifier's noise, as ours does, may pass it; its own ceiling is G + 1 again.
+
+    Args:
+        target: The target, which wrote the text.
+        text: Sequences of one prefix length.
+        num_draft_tokens: G.
+        rows: Sequences at once.
+
+    Returns:
+        tau_chain, and match, the share of the text's tokens that are the argmax.
+    """
+    prefix = int(text.prefix_lengths[0])
+    matches = []
+    for start in range(0, len(text.tokens), rows):
+        tokens = text.tokens[start : start + rows].long()
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            hidden = target.forward_dense(tokens, attention="sdpa").hidden_states[:, prefix:-1]
+            logits = F.linear(hidden, target.lm_head.weight).float()
+        matches.append(logits.argmax(-1) == tokens[:, prefix + 1 :])
+    match = torch.cat(matches)
+    accepted = F.pad(run_lengths(match, num_draft_tokens), (0, 1))  # nothing follows the last token
+    return {
+        "tau_chain": tau_chain(accepted, 0, accepted.shape[1]),
+        "match": float(match.double().mean()),
+    }
+
+
+def evaluate_kinds(
+    drafter: DFlashDrafter,
+    target: LagunaForCausalLM,
+    held_out: dict[str, Generated],
+    num_draft_tokens: int,
+    rows: int = 16,
+) -> dict[str, float]:
+    """Return :func:`evaluate` of each kind of text, each figure under ``KIND_NAME``.
+
+    Args:
+        drafter: The network.
+        target: Its target.
+        held_out: Evaluation text by kind, ``greedy`` and ``sampled``.
+        num_draft_tokens: G.
+        rows: Sequences at once.
+    """
+    found: dict[str, float] = {}
+    for kind, text in held_out.items():
+        figures = evaluate(drafter, target, text, num_draft_tokens, rows)
+        found |= {f"{kind}_{name}": value for name, value in figures.items()}
+    return found
+
+
+def evaluate_further(
+    drafter: DFlashDrafter,
+    target: LagunaForCausalLM,
+    held_out: dict[str, Generated],
+    num_draft_tokens: int,
+    rows: int = 16,
+) -> dict[str, float]:
+    """Return what stands beside :func:`evaluate_kinds`: tau_chain at other draft lengths, and the ceiling.
+
+    Args:
+        drafter: The network.
+        target: Its target.
+        held_out: Evaluation text by kind.
+        num_draft_tokens: G of the ceiling.
+        rows: Sequences at once.
+    """
+    found: dict[str, float] = {}
+    for kind, text in held_out.items():
+        for length in OTHER_DRAFT_LENGTHS:
+            if length <= drafter.config.max_draft_tokens and length != num_draft_tokens:
+                figures = evaluate(drafter, target, text, length, rows)
+                found[f"{kind}_tau_chain_at_{length}"] = figures["tau_chain"]
+        if text.temperature > 0:
+            ceiling = evaluate_argmax(target, text, num_draft_tokens, rows)
+            found |= {f"{kind}_argmax_ceiling_{name}": value for name, value in ceiling.items()}
+    return found
+
+
+def correct_slots(
+    drafter: DFlashDrafter,
+    target: LagunaForCausalLM,
+    text: Generated,
+    start: int,
+    stop: int,
+    num_draft_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Propose at every written position of sequences start..stop and compare with the text.
+
+    Returns:
+        correct and mask, [N, G] bool each, N = sequences x written tokens; the mask leaves out slots that lie
+        beyond the text.
+    """
+    tokens = text.tokens[start:stop].long()
+    device, prefix = tokens.device, int(text.prefix_lengths[0])
+    loss_mask = text.written_mask(slice(start, stop)).to(device)
+    anchors = torch.arange(prefix, tokens.shape[1], device=device).expand(len(tokens), -1).contiguous()
+    blocks = make_blocks(
+        tokens, loss_mask, anchors, torch.ones_like(anchors, dtype=torch.bool),
+        num_draft_tokens + 1, drafter.config.mask_token_id,
+    )  # fmt: skip
+    aux = capture(target, tokens, drafter.config.target_layer_ids)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        hidden = block_hidden(drafter, target.embed(blocks.input_ids), aux, blocks)
+        logits = F.linear(hidden.flatten(0, 1), target.lm_head.weight).float()
+    if text.temperature > 0:
+        # By the position the drafted token would stand at: the noise its target token was chosen with.
+        noise = text.noise(start, stop)  # [B, S, V]
+        at = blocks.positions[:, 1:].clamp(max=tokens.shape[1] - 1)
+        sequence = torch.arange(len(tokens), device=device).repeat_interleave(anchors.shape[1])[:, None]
+        logits = logits + text.temperature * noise[sequence, at].flatten(0, 1)
+    correct = logits.argmax(-1).view_as(blocks.labels) == blocks.labels
+    return correct & blocks.label_mask, blocks.label_mask
