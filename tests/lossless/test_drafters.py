@@ -1,12 +1,15 @@
 """Any drafter, any draft length: the output is that of plain decoding, bit for bit."""
 
+import copy
 import dataclasses
 import itertools
 
 import pytest
 import torch
 
+from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.spec.proposer import DFlashProposer
 from support.engines import (
     PROPOSERS,
@@ -21,6 +24,7 @@ from support.engines import (
     scripts_of,
     tiny_drafter,
     tiny_target,
+    tiny_tokenizer,
     tokens_of,
 )
 
@@ -228,3 +232,25 @@ def test_unwritten_pages_are_never_read(drafter):
         for layer in range(kv_group.num_layers):
             cache.storage(group, layer)[1:] = torch.nan
     assert outcome(complete(engine, prompt, SAMPLED)) == outcome(expected)
+
+
+def test_bfloat16_is_lossless_too():
+    target = copy.deepcopy(tiny_target()).to(torch.bfloat16)
+    drafter = copy.deepcopy(tiny_drafter()).to(torch.bfloat16)
+    config = EngineConfig(prefill_chunk_size=8, kv_block_size=4, seed=0)
+    for params in (GREEDY, SAMPLED):
+        plainly = complete(LLMEngine(target, tiny_tokenizer(), None, config), tokens_of(0, 13), params)
+        for proposer in (SCRIPTED["mixed"](scripts_of(plainly)), DFlashProposer(drafter, target)):
+            engine = LLMEngine(target, tiny_tokenizer(), proposer, config, num_speculative_tokens=7)
+            assert outcome(complete(engine, tokens_of(0, 13), params)) == outcome(plainly)
+
+
+def test_threads_are_lossless_too():
+    params = dataclasses.replace(SAMPLED, max_tokens=12)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        plainly = complete(make_engine(), tokens_of(0, 13), params)
+        assert outcome(complete(make_engine(dflash(), 7), tokens_of(0, 13), params)) == outcome(plainly)
+    finally:
+        torch.set_num_threads(before)
