@@ -5,6 +5,7 @@ Made once per forward pass and KV group, on the host, and shared by the group's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,22 +86,28 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Up to ROW_TILE consecutive rows of one sequence each; the same for every KV group.
+class _Cut:
+    """Tiles of a batch as arrays.
 
     Attributes:
-        spans: The batch's sequences.
         span: Span of each tile, [N].
         packed: Packed row of each tile row, the last repeated, [N, ROW_TILE].
         positions: Position of each tile row, the last repeated, [N, ROW_TILE].
         tile_rows: Tile row of each packed row, [T]; None where they are the same.
     """
 
-    spans: tuple[Span, ...]
     span: np.ndarray
     packed: np.ndarray
     positions: np.ndarray
     tile_rows: np.ndarray | None
+
+
+class Tiles:
+    """Up to ROW_TILE consecutive rows of one sequence each; the same for every KV group."""
+
+    def __init__(self, spans: Sequence[Span]):
+        """Cut the sequences of a batch, which cover the packed rows in order."""
+        self.spans = tuple(spans)
 
     @property
     def num_rows(self) -> int:
@@ -108,23 +115,30 @@ class Tiles:
         last = self.spans[-1]
         return last.start + last.num_rows
 
+    @property
+    def is_single(self) -> bool:
+        """Whether one tile holds all rows."""
+        return len(self.spans) == 1 and self.spans[0].num_rows <= ROW_TILE
 
-def cut_tiles(spans: Sequence[Span]) -> Tiles:
-    """Cut the sequences of a batch, which cover the packed rows in order, into tiles."""
-    lengths = np.array([span.num_rows for span in spans])
-    starts = np.array([span.start for span in spans])
-    firsts = np.array([span.first_position for span in spans])
-    owner, offset = np.arange(len(spans)), np.zeros(len(spans), dtype=np.int64)
-    if lengths.max() > ROW_TILE:
-        per_span = -(-lengths // ROW_TILE)
-        owner = np.repeat(owner, per_span)
-        offset = ROW_TILE * (np.arange(owner.size) - np.repeat(np.cumsum(per_span) - per_span, per_span))
-    rows = np.minimum(lengths[owner] - offset, ROW_TILE)
-    within = offset[:, None] + np.minimum(_IN_TILE, rows[:, None] - 1)
-    tile_rows = None
-    if owner.size > 1 and (rows[:-1] < ROW_TILE).any():
-        tile_rows = np.flatnonzero((rows[:, None] > _IN_TILE).reshape(-1))
-    return Tiles(tuple(spans), owner, starts[owner, None] + within, firsts[owner, None] + within, tile_rows)
+    @functools.cached_property
+    def cut(self) -> _Cut:
+        """The tiles."""
+        spans = self.spans
+        lengths = np.array([span.num_rows for span in spans])
+        starts = np.array([span.start for span in spans])
+        firsts = np.array([span.first_position for span in spans])
+        owner, offset = np.arange(len(spans)), np.zeros(len(spans), dtype=np.int64)
+        if lengths.max() > ROW_TILE:
+            per_span = -(-lengths // ROW_TILE)
+            owner = np.repeat(owner, per_span)
+            before = np.repeat(np.cumsum(per_span) - per_span, per_span)
+            offset = ROW_TILE * (np.arange(owner.size) - before)
+        rows = np.minimum(lengths[owner] - offset, ROW_TILE)
+        within = offset[:, None] + np.minimum(_IN_TILE, rows[:, None] - 1)
+        tile_rows = None
+        if owner.size > 1 and (rows[:-1] < ROW_TILE).any():
+            tile_rows = np.flatnonzero((rows[:, None] > _IN_TILE).reshape(-1))
+        return _Cut(owner, starts[owner, None] + within, firsts[owner, None] + within, tile_rows)
 
 
 def plan_attention(
@@ -156,9 +170,12 @@ def plan_attention(
     Raises:
         ValueError: A visible position's page is not kept.
     """
+    if tiles.is_single:
+        return _plan_single(tiles.spans[0], group, kv_block_size, num_kv_heads, window, device)
     layout = _Layout.of(tiles, group, kv_block_size, window)
     runs = layout.runs(max(1, _MAX_GATHERED // (2 * num_kv_heads * head_dim * ATTN_CHUNK)))
-    is_mapped = tiles.tile_rows is not None or len(runs) > 1
+    tile_rows = tiles.cut.tile_rows
+    is_mapped = tile_rows is not None or len(runs) > 1
     slots = layout.own_slots()
     kept = slots >= kv_block_size
     all_kept = bool(kept.all())
@@ -166,9 +183,48 @@ def plan_attention(
         torch.from_numpy(slots if all_kept else slots[kept]).to(device),
         None if all_kept else torch.from_numpy(np.flatnonzero(kept)).to(device),
         tuple(layout.batch(first, last, num_kv_heads, is_mapped, device) for first, last in runs),
-        None if tiles.tile_rows is None else torch.from_numpy(tiles.tile_rows).to(device),
+        None if tile_rows is None else torch.from_numpy(tile_rows).to(device),
         tiles.num_rows,
     )
+
+
+def _plan_single(
+    span: Span,
+    group: int,
+    kv_block_size: int,
+    num_kv_heads: int,
+    window: int | None,
+    device: torch.device | str,
+) -> AttentionPlan:
+    """Lay out one tile: what ``_Layout`` does, with few calls, for it runs in every decode step."""
+    first, last = span.first_position, span.first_position + span.num_rows - 1
+    lowest = 0 if window is None else max(0, first - window + 1)
+    begin = lowest // ATTN_CHUNK * ATTN_CHUNK
+    num_chunks = last // ATTN_CHUNK - begin // ATTN_CHUNK + 1
+    table = np.array(span.block_tables[group], dtype=np.int64)
+    keys = np.arange(lowest, last + 1)
+    slots = np.zeros(num_chunks * ATTN_CHUNK, dtype=np.int64)
+    read = slots[lowest - begin : last + 1 - begin]
+    np.add(table[keys // kv_block_size] * kv_block_size, keys % kv_block_size, out=read)
+    own = read[first - lowest :]
+    if read[: first - lowest].min(initial=kv_block_size) < kv_block_size or own.min() < kv_block_size:
+        raise ValueError("attention needs a position whose KV page is not kept")
+    kv_rows = slots * (2 * num_kv_heads) + np.arange(2 * num_kv_heads)[:, None]
+    distance = np.arange(begin - first, begin - first + slots.size) - np.minimum(
+        _IN_TILE, span.num_rows - 1
+    ).reshape(-1, 1)
+    is_hidden = distance > 0
+    if window is not None:
+        is_hidden |= distance <= -window
+    mask = torch.from_numpy(np.where(is_hidden, _HIDDEN, _SEEN)).to(device)
+    batch = TileBatch(
+        None,
+        torch.from_numpy(kv_rows.reshape(-1)).to(device),
+        mask.view(1, 1, ROW_TILE, 1, num_chunks, ATTN_CHUNK),
+        1,
+        num_chunks,
+    )
+    return AttentionPlan(torch.from_numpy(own.copy()).to(device), None, (batch,), None, span.num_rows)
 
 
 @dataclass(frozen=True)
@@ -196,10 +252,10 @@ class _Layout:
         tables = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for i, row in enumerate(rows):
             tables[i, : len(row)] = row
-        first = tiles.positions[:, 0]
+        first, last = tiles.cut.positions[:, 0], tiles.cut.positions[:, -1]
         lowest = np.zeros_like(first) if window is None else np.maximum(first - (window - 1), 0)
         first_chunk = lowest // ATTN_CHUNK
-        num_chunks = tiles.positions[:, -1] // ATTN_CHUNK - first_chunk + 1
+        num_chunks = last // ATTN_CHUNK - first_chunk + 1
         return cls(tiles, tables, kv_block_size, window, lowest, first_chunk, num_chunks)
 
     def runs(self, max_chunks: int) -> list[tuple[int, int]]:
@@ -217,20 +273,20 @@ class _Layout:
 
     def own_slots(self) -> np.ndarray:
         """Slot of each packed row's own key and value, [T]."""
-        tiles = self.tiles
-        slots = self._slots(tiles.span[:, None], tiles.positions).reshape(-1)
-        return slots[: tiles.num_rows] if tiles.tile_rows is None else slots[tiles.tile_rows]
+        cut = self.tiles.cut
+        slots = self._slots(cut.span[:, None], cut.positions).reshape(-1)
+        return slots[: self.tiles.num_rows] if cut.tile_rows is None else slots[cut.tile_rows]
 
     def batch(
         self, first: int, last: int, num_kv_heads: int, is_mapped: bool, device: torch.device | str
     ) -> TileBatch:
         """Lay out the tiles ``first .. last - 1``."""
-        tiles, run = self.tiles, slice(first, last)
+        cut, run = self.tiles.cut, slice(first, last)
         num_chunks = int(self.num_chunks[run].max())
-        positions = tiles.positions[run]
+        positions = cut.positions[run]
         keys = (self.first_chunk[run] * ATTN_CHUNK)[:, None] + np.arange(num_chunks * ATTN_CHUNK)
         is_read = (keys >= self.lowest[run, None]) & (keys <= positions[:, -1:])
-        slots = self._slots(tiles.span[run, None], keys) * is_read
+        slots = self._slots(cut.span[run, None], keys) * is_read
         if np.count_nonzero(slots >= self.kv_block_size) < np.count_nonzero(is_read):
             raise ValueError("attention needs a position whose KV page is not kept")
         seen = keys[:, None] <= positions[:, :, None]
@@ -240,7 +296,7 @@ class _Layout:
         kv_rows = (slots * (2 * num_kv_heads))[None, :, None] + kv_and_head
         mask = torch.from_numpy(np.where(seen, _SEEN, _HIDDEN)).to(device)
         return TileBatch(
-            torch.from_numpy(tiles.packed[run].reshape(-1)).to(device) if is_mapped else None,
+            torch.from_numpy(cut.packed[run].reshape(-1)).to(device) if is_mapped else None,
             torch.from_numpy(kv_rows.reshape(-1)).to(device),
             mask.view(last - first, 1, ROW_TILE, 1, num_chunks, ATTN_CHUNK),
             last - first,

@@ -13,7 +13,7 @@ from lean_laguna.kernels import reference
 from lean_laguna.kernels.reference import (
     ROW_TILE,
     AttentionPlan,
-    cut_tiles,
+    Tiles,
     moe_experts,
     paged_attention,
     plan_attention,
@@ -26,8 +26,8 @@ from lean_laguna.kernels.reference import (
 __all__ = [
     "ROW_TILE",
     "AttentionPlan",
+    "Tiles",
     "apply_rotary",
-    "cut_tiles",
     "linear",
     "moe_experts",
     "paged_attention",

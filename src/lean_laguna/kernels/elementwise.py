@@ -3,7 +3,7 @@
 The hazard on a CPU: torch runs the body of a contiguous array through vector code and the last few elements
 through scalar code, and the two round transcendental functions differently. Which element is "last" depends
 on how many rows there are. So a transcendental function here always runs over rows that torch cannot merge
-into one long array (``_unmerged``), in calls too small to be cut up between threads (``_MAX_ELEMENTS``).
+into one long array (``_unmerged``), in calls too small to be cut up between threads (``MAX_ELEMENTS``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 # at::internal::GRAIN_SIZE: torch splits an elementwise call between threads from this many elements on.
-_MAX_ELEMENTS = 32768 - 1
+MAX_ELEMENTS = 32768 - 1
 # Two vectors of sixteen floats: what torch's vector loop takes at a time.
 _VECTOR_STEP = 32
 
@@ -138,13 +138,13 @@ def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     """
     if not x.is_cpu:
         return function(x)
-    if x.numel() <= _MAX_ELEMENTS:
+    if x.numel() <= MAX_ELEMENTS:
         return function(_unmerged(x))
-    rows = max(1, _MAX_ELEMENTS * x.shape[0] // x.numel())
-    if x[0].numel() > _MAX_ELEMENTS:
+    rows = max(1, MAX_ELEMENTS * x.shape[0] // x.numel())
+    if x[0].numel() > MAX_ELEMENTS:
         flat = x.reshape(x.shape[0], -1)
         return torch.cat(
-            [function(_unmerged(part)) for part in flat.split(_MAX_ELEMENTS // 64 * 64, 1)], 1
+            [function(_unmerged(part)) for part in flat.split(MAX_ELEMENTS // 64 * 64, 1)], 1
         ).view(x.shape)
     return torch.cat([function(_unmerged(part)) for part in x.split(rows)])
 

@@ -51,6 +51,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out[:num_rows] if padded else out
 
 
+def is_tiled(weight: torch.Tensor) -> bool:
+    """Whether ``linear`` runs a weight [N, K] as one product of a tile."""
+    columns, inner = weight.shape
+    if weight.numel() >= PANEL_FROM and columns % _PANEL == 0 and weight.is_contiguous():
+        return False
+    is_transposed = weight.stride(0) == 1
+    return _row_tile(inner, columns, is_transposed, weight.dtype, torch.get_num_threads()) == ROW_TILE
+
+
+def is_batched(rows: int, inner: int, columns: int, b: torch.Tensor) -> bool:
+    """Whether ``batched_matmul`` runs [B, rows, inner] by ``b`` [B, inner, columns] as one ``torch.bmm``."""
+    is_transposed = b.stride(1) == 1
+    mode = _batch_mode(rows, inner, columns, is_transposed, b.dtype, torch.get_num_threads())
+    return mode == "batched"
+
+
 def _panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
     """Multiply rows [T, K] by a weight cut into panels [C, N / C, K], to [T, N]."""
     num_rows, count = x.shape[0], panels.shape[0]

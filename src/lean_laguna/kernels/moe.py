@@ -16,7 +16,7 @@ from lean_laguna.kernels.linear import ROW_TILE, batched_matmul, linear
 # Up to so many experts, torch's sum over them adds in ascending order, whichever are zero.
 MAX_BANK = 16
 # Up to so many experts in use, running them one by one beats one batched product over the whole bank.
-_FEW_EXPERTS = 6
+FEW_EXPERTS = 6
 # From so many tiles on, grouping rows by expert beats running the bank on every tile.
 _MANY_TILES = 5
 
@@ -85,7 +85,7 @@ def _on_tile(
 ) -> torch.Tensor:
     """Run one tile [ROW_TILE, D] with weights [ROW_TILE, E] through a bank."""
     used = set(expert_ids.flatten().tolist())
-    if len(used) <= _FEW_EXPERTS:
+    if len(used) <= FEW_EXPERTS:
         total: torch.Tensor | None = None
         for expert in sorted(used):
             hidden = silu_and_mul(linear(x, gate_up[expert])).mul_(by_expert.narrow(1, expert, 1))

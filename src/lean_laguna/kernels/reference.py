@@ -5,7 +5,7 @@ order, or on the other rows.
 """
 
 from lean_laguna.kernels.attention import paged_attention
-from lean_laguna.kernels.attention_plan import AttentionPlan, cut_tiles, plan_attention
+from lean_laguna.kernels.attention_plan import AttentionPlan, Tiles, plan_attention
 from lean_laguna.kernels.elementwise import (
     apply_rotary,
     rms_norm,
@@ -21,8 +21,8 @@ from lean_laguna.kernels.moe import moe_experts, route
 __all__ = [
     "ROW_TILE",
     "AttentionPlan",
+    "Tiles",
     "apply_rotary",
-    "cut_tiles",
     "linear",
     "moe_experts",
     "paged_attention",

@@ -22,6 +22,7 @@ from lean_laguna.models.dense_attention import Backend, make_attend, reset_posit
 from lean_laguna.models.forward_batch import ForwardBatch
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.models.laguna_layers import DecoderLayer, LayerStep, RMSNorm
+from lean_laguna.models.laguna_tile import TilePass
 from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
 
@@ -94,6 +95,7 @@ class LagunaForCausalLM(nn.Module):
             self._place.append((group, counts[group]))
             counts[group] += 1
         self._groups = self.kv_groups()
+        self._tile_pass: TilePass | None = None
         self._is_packed = False
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -149,16 +151,32 @@ class LagunaForCausalLM(nn.Module):
             ids, positions = (torch.cat((rows, rows[-1:].expand(padding))) for rows in (ids, positions))
         steps = self._steps(batch, positions)
         residual = F.embedding(ids, self.model.embed_tokens.weight)
+        is_tile = residual.shape[0] == dispatch.ROW_TILE and len(batch.spans) == 1
+        is_kept = all(step is None or step.plan.kept_rows is None for step in steps)
+        if self._tile_pass is not None and is_tile and is_kept and kv_cache.dtype == residual.dtype:
+            taps = self._tile_pass.run(residual, kv_cache, self._place, steps, tap_layer_ids)
+        else:
+            taps = self._run_layers(residual, kv_cache, steps, tap_layer_ids)
+        hidden = self.model.norm(residual)[:num_rows]
+        aux = torch.stack([taps[i][:num_rows] for i in tap_layer_ids], dim=1) if tap_layer_ids else None
+        return TargetOutput(hidden, aux)
+
+    def _run_layers(
+        self,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        steps: list[LayerStep | None],
+        tap_layer_ids: tuple[int, ...],
+    ) -> dict[int, torch.Tensor]:
+        """Run every layer over the residual stream, in place; return copies of it after the tapped layers."""
         taps: dict[int, torch.Tensor] = {}
         for i, (layer, (group, index)) in enumerate(zip(self.layers, self._place, strict=True)):
             step = steps[group]
             assert step is not None, "the group has this layer"
             layer.run(residual, kv_cache.storage(group, index), step)
             if i in tap_layer_ids:
-                taps[i] = residual[:num_rows].clone()
-        hidden = self.model.norm(residual)[:num_rows]
-        aux = torch.stack([taps[i] for i in tap_layer_ids], dim=1) if tap_layer_ids else None
-        return TargetOutput(hidden, aux)
+                taps[i] = residual.clone()
+        return taps
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] float32 of hidden states [R, D] after the final norm.
@@ -230,12 +248,15 @@ class LagunaForCausalLM(nn.Module):
                 layer.pack(True)
             if not self.config.tie_word_embeddings:
                 pack_rows([self.lm_head.weight])
+            layers = self.layers
+            self._tile_pass = TilePass(self.config, layers) if TilePass.fits(self.config, layers) else None
         self._is_packed = True
 
     def unpack(self) -> None:
         """Forget the served path's layout; the next ``forward`` makes it anew."""
         for layer in self.layers:
             layer.pack(False)
+        self._tile_pass = None
         self._is_packed = False
 
     def load_state_dict(
@@ -257,7 +278,7 @@ class LagunaForCausalLM(nn.Module):
         """Lay out the pass for each KV group; None where a group has no layers."""
         dtype = self.model.embed_tokens.weight.dtype
         num_positions = max(span.first_position + span.num_rows for span in batch.spans)
-        tiles = dispatch.cut_tiles(batch.spans)
+        tiles = dispatch.Tiles(batch.spans)
         steps: list[LayerStep | None] = []
         for kind, group in zip(_KINDS, self._groups, strict=True):
             if not group.num_layers:

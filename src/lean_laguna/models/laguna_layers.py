@@ -74,6 +74,12 @@ class Attention(nn.Module):
             self.g_proj = nn.Linear(hidden, gates, bias=False)
         self._packed: torch.Tensor | None = None
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The joint input projections q | k | v | gate, [N, D]."""
+        assert self._packed is not None, "pack() comes first"
+        return self._packed
+
     def projections(self) -> list[torch.Tensor]:
         """Weights that read the layer's input: q, k, v and the gate's."""
         names = ["q_proj", "k_proj", "v_proj"] + (["g_proj"] if self.gating != "off" else [])
@@ -94,12 +100,11 @@ class Attention(nn.Module):
         Returns:
             [T, D].
         """
-        assert self._packed is not None, "pack() comes first"
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
         num_rows, plan = x.shape[0], step.plan
         # q | k | v | gate, side by side: k is normed with q and stored with v, so both pairs are one view
         # each.
-        joint = dispatch.linear(x, self._packed)
+        joint = dispatch.linear(x, self.packed)
         qk = joint[:, : (heads + kv_heads) * head_dim].view(num_rows, heads + kv_heads, head_dim)
         dispatch.rms_scale_(qk, self.q_norm.eps)
         q, k = qk.split((heads, kv_heads), 1)
@@ -212,6 +217,12 @@ class SparseMoe(nn.Module):
         self.shared_experts = MLP(config.hidden_size, config.shared_expert_intermediate_size)
         self._packed: torch.Tensor | None = None
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The joint input projections shared gate | shared up | router, [N, D]."""
+        assert self._packed is not None, "pack() comes first"
+        return self._packed
+
     def pack(self, packed: bool) -> None:
         """Lay weights out for the served path, or forget that they are."""
         self._packed = None
@@ -224,8 +235,7 @@ class SparseMoe(nn.Module):
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Transform packed rows [T, D]."""
-        assert self._packed is not None, "pack() comes first"
-        joint = dispatch.linear(x, self._packed)
+        joint = dispatch.linear(x, self.packed)
         shared_gate_up, logits = joint.split((joint.shape[1] - self.num_experts, self.num_experts), 1)
         weights, expert_ids = self.gate.route(logits.float())
         weights.mul_(scalar(self.scaling))

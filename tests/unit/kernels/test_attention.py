@@ -5,7 +5,7 @@ import torch
 
 from lean_laguna.kernels import attention_plan as module
 from lean_laguna.kernels.attention import paged_attention
-from lean_laguna.kernels.attention_plan import ATTN_CHUNK, cut_tiles, plan_attention
+from lean_laguna.kernels.attention_plan import ATTN_CHUNK, Tiles, plan_attention
 
 PAGE, KV_HEADS, HEAD_DIM = 16, 2, 8
 
@@ -40,7 +40,7 @@ class Case:
 
     def rows(self, first, count):
         span = Span(0, count, first, (self.table,))
-        plan = plan_attention(cut_tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, self.window)
+        plan = plan_attention(Tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, self.window)
         return paged_attention(self.q[first : first + count], self.storage(first + count), plan, 0.3)
 
     def expected(self):
@@ -92,7 +92,7 @@ def test_sequences_of_a_batch_do_not_touch_each_other(generator):
             base += len(table)
             start += count
         q = torch.cat([cases[i].q[takes[i][0] : sum(takes[i])] for i in order])
-        plan = plan_attention(cut_tiles(spans), 0, PAGE, KV_HEADS, HEAD_DIM, 40)
+        plan = plan_attention(Tiles(spans), 0, PAGE, KV_HEADS, HEAD_DIM, 40)
         found = paged_attention(q, torch.cat(parts), plan, 0.3)
         assert torch.equal(found, torch.cat([expected[i] for i in order]))
 
@@ -116,7 +116,7 @@ def test_contexts_of_many_chunks_do_not_depend_on_how_far_the_tile_reaches(chunk
 
 def test_padding_beyond_the_rows_is_finite(generator):
     case = Case(30, 4, None, generator)
-    plan = plan_attention(cut_tiles([Span(0, 3, 20, (case.table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, None)
+    plan = plan_attention(Tiles([Span(0, 3, 20, (case.table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, None)
     padded = torch.cat((case.q[20:23], case.q[22:23].expand(5, -1, -1)))
     out = paged_attention(padded, case.storage(23), plan, 0.3)
     assert out.shape == padded.shape
@@ -128,7 +128,7 @@ def test_pages_out_of_the_window_need_not_be_kept(generator):
     case = Case(100, 4, 20, generator)
     expected = case.rows(90, 4)
     table = tuple(0 if i < 4 else block for i, block in enumerate(case.table))
-    plan = plan_attention(cut_tiles([Span(0, 4, 90, (table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, 20)
+    plan = plan_attention(Tiles([Span(0, 4, 90, (table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, 20)
     assert torch.equal(paged_attention(case.q[90:94], case.storage(94), plan, 0.3), expected)
 
 
@@ -136,10 +136,26 @@ def test_a_visible_page_that_is_not_kept_is_an_error(generator):
     case = Case(100, 4, 20, generator)
     table = tuple(0 if i == 5 else block for i, block in enumerate(case.table))
     with pytest.raises(ValueError, match="not kept"):
-        plan_attention(cut_tiles([Span(0, 4, 90, (table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, 20)
+        plan_attention(Tiles([Span(0, 4, 90, (table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, 20)
 
 
 def test_own_slots_name_kept_rows_only():
-    plan = plan_attention(cut_tiles([Span(0, 2, 32, ((0, 0, 7),))]), 0, 16, 1, 8, 1)
+    plan = plan_attention(Tiles([Span(0, 2, 32, ((0, 0, 7),))]), 0, 16, 1, 8, 1)
     assert plan.slots.tolist() == [7 * 16, 7 * 16 + 1]
     assert plan.kept_rows is None
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 70, 200])
+@pytest.mark.parametrize(("first", "rows"), [(0, 1), (0, 8), (63, 1), (60, 8), (130, 3), (191, 8)])
+def test_one_tile_is_laid_out_as_any_other(window, first, rows, monkeypatch, generator):
+    table = tuple((1 + torch.randperm(20, generator=generator)).tolist())
+    span = Span(0, rows, first, (table,))
+    one = plan_attention(Tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, window)
+    monkeypatch.setattr(Tiles, "is_single", False)
+    any_other = plan_attention(Tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, window)
+    assert torch.equal(one.slots, any_other.slots)
+    assert (one.kept_rows, one.packed_rows, one.num_rows) == (None, None, rows)
+    ours, theirs = one.batches[0], any_other.batches[0]
+    assert (ours.rows, ours.num_tiles, ours.num_chunks) == (theirs.rows, 1, theirs.num_chunks)
+    assert torch.equal(ours.kv_rows, theirs.kv_rows)
+    assert torch.equal(ours.mask, theirs.mask)
