@@ -1,7 +1,7 @@
-"""The end of a speculative step on the device: what is accepted, what goes out, and the rows of the next step.
+"""The end of a speculative step on the device: what is accepted, what goes out, the next rows.
 
-Nothing comes back to the host but tokens through a ring, so steps can be launched ahead. Rejected rows need no
-rollback: their keys lie past the new position and are overwritten.
+Nothing comes back to the host but tokens through a ring, so steps can be launched ahead. Rejected rows need
+no rollback: their keys lie past the new position and are overwritten.
 """
 
 from __future__ import annotations
@@ -105,13 +105,17 @@ def _accept_kernel(
         at = tl.sum(tl.where(i == start, position, 0), 0) + num_out
         tl.store(remaining_ptr + request, left)
         if count > 0:
-            tl.store(accepted_ptr + request, tl.load(accepted_ptr + request) + tl.minimum(num_accepted, num_out))
+            tl.store(
+                accepted_ptr + request, tl.load(accepted_ptr + request) + tl.minimum(num_accepted, num_out)
+            )
             tl.store(drafted_ptr + request, tl.load(drafted_ptr + request) + count - 1)
         # The host reads the count after the tokens.
         tl.debug_barrier()
         tl.atomic_xchg(emitted_ptr + request, done_before + num_out, sem="release", scope="sys")
         # A request's last token needs no draft after it.
-        new_count = tl.where((count > 0) & (left > 0), 1 + tl.minimum(tl.load(num_drafts_ptr + request), left - 1), 0)
+        new_count = tl.where(
+            (count > 0) & (left > 0), 1 + tl.minimum(tl.load(num_drafts_ptr + request), left - 1), 0
+        )
         new_count = tl.minimum(new_count, MAX - next_row)
         mine = (i >= next_row) & (i < next_row + new_count)
         new_ids = tl.where(i == next_row, tl.where(new_count > 0, anchor, new_ids), new_ids)
@@ -141,11 +145,12 @@ def accept(
 ) -> None:
     """Compare drafts with what the target chose, emit, and lay out the next step's rows.
 
-    A draft is accepted while it equals the target's own token; the first event inside the block wins (a stop token,
-    the length limit). A finished request keeps its entry with no rows.
+    A draft is accepted while it equals the target's own token; the first event inside the block wins (a stop
+    token, the length limit). A finished request keeps its entry with no rows.
 
     Args:
-        input_ids: [MAX_ROWS] int32 anchor and drafts of each request; replaced by new anchors and mask tokens.
+        input_ids: [MAX_ROWS] int32 anchor and drafts of each request; replaced by new anchors and mask
+            tokens.
         sampled: [MAX_ROWS] int32 the target's token of each row.
         rows: Of this step; replaced by the next step's.
         row_seeds: [MAX_ROWS] int64, written for the next step's rows.

@@ -1,11 +1,12 @@
 """Attention of decode and verify rows over the paged cache: norm, rotation and KV append on the way in.
 
-The context is cut at absolute positions into splits, whatever the number of rows or requests: 64 keys a split near
-the start, eight times that further on. One program takes (request, KV head, split) for all of the request's rows;
-it writes the rows' own keys that fall into its split to the cache before it reads the split. A second kernel adds
-each row's splits in their order and applies the per-head gate. A row skips what lies outside its own window or after
-its own position, so its bits do not depend on the rows beside it.
-Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaAttention (where it rounds; the rotation too).
+The context is cut at absolute positions into splits, whatever the number of rows or requests: 64 keys a split
+near the start, eight times that further on. One program takes (request, KV head, split) for all of the
+request's rows; it writes the rows' own keys that fall into its split to the cache before it reads the split.
+A second kernel adds each row's splits in their order and applies the per-head gate. A row skips what lies
+outside its own window or after its own position, so its bits do not depend on the rows beside it.
+Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaAttention (where it rounds; the rotation
+too).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lean_laguna.kernels.triton.rows import Rows
 CHUNK = 64
 """Keys taken at a time, and keys of a near split."""
 NEAR_SPLITS = 128
-"""Splits of CHUNK keys; later ones have FAR_CHUNKS chunks each, so that very long contexts leave few partial sums."""
+"""Splits of CHUNK keys; later ones have FAR_CHUNKS chunks, so that long contexts leave few partial sums."""
 FAR_CHUNKS = 8
 
 
@@ -179,7 +180,17 @@ def _attend_kernel(
                 position = first + c // G
                 q_head = head * G + c % G
                 q = normed_rotated(
-                    qkv_ptr, row * WIDTH + q_head * P, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM
+                    qkv_ptr,
+                    row * WIDTH + q_head * P,
+                    live,
+                    q_norm_ptr,
+                    cos_ptr,
+                    sin_ptr,
+                    position,
+                    eps,
+                    P,
+                    ROTARY,
+                    QK_NORM,
                 )
                 to_see = position if CAUSAL else tl.zeros_like(position) + last
                 peak = tl.full((COLS,), float("-inf"), tl.float32)
@@ -231,7 +242,6 @@ def attend(
     launch: Launch,
     *,
     eps: float,
-    programs: int = 264,
 ) -> None:
     """Append the live rows' keys and values to the cache, then attend.
 
@@ -243,13 +253,13 @@ def attend(
         cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the rows' slots are written.
         block_table: [MAX_ROWS, .] int32 physical block of each logical block of each request.
         rows: The rows of this step.
-        workspace: Partial sums, float32 [MAX_ROWS * H * num_splits * P] and [MAX_ROWS * H * num_splits * 2] at least.
+        workspace: Partial sums, float32 [MAX_ROWS * H * num_splits * P] and [MAX_ROWS * H * num_splits * 2]
+            at least.
         shape: Of this layer.
         launch: What the launches of a step share.
         eps: Of the query and key norms.
-        programs: Programs that share out the splits.
     """
-    kv_block_size = cache[0].shape[1]
+    kv_block_size, programs = cache[0].shape[1], launch.attention_programs
     splits = shape.num_splits(rotary[0].shape[0])
     near, far = (0, 1) if shape.window else (NEAR_SPLITS, FAR_CHUNKS)
     _attend_kernel[(programs,)](

@@ -43,6 +43,7 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Combine (row, head) by (row, head); see ``attention.attend``."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     num_rows = wait_with_rows(num_rows_ptr, PDL, True)
     d = tl.arange(0, P)
@@ -85,7 +86,9 @@ def combine_kernel(
             # softplus as torch has it: linear above 20; log1p by Kahan's correction.
             grown = tl.exp(tl.minimum(gate, 20.0))
             sum1 = 1.0 + grown
-            log1p = tl.where(sum1 == 1.0, grown, tl.log(sum1) * (grown / tl.where(sum1 == 1.0, 1.0, sum1 - 1.0)))
+            log1p = tl.where(
+                sum1 == 1.0, grown, tl.log(sum1) * (grown / tl.where(sum1 == 1.0, 1.0, sum1 - 1.0))
+            )
             opened = tl.where(gate > 20.0, gate, log1p).to(DTYPE)
             y = (y.to(tl.float32) * opened.to(tl.float32)).to(DTYPE)
         tl.store(out_ptr + row * (H * P) + head * P + d, y)

@@ -1,6 +1,7 @@
 """A drafter's context: keys and values of target features, for all drafter layers at once.
 
-Source: vLLM 0.33 laguna_dflash.py (input_layernorm on the context, key norm and rotation at the absolute position).
+Source: vLLM 0.33 laguna_dflash.py (input_layernorm on the context, key norm and rotation at the absolute
+position).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class DraftStep:
     tiles: Tiles = field(default_factory=Tiles)
 
     def append_context(self, taps: Tensor) -> None:
-        """Write context keys and values of the rows just verified, accepted or not; rejected ones are overwritten.
+        """Write context keys and values of the rows just verified; rejected ones are overwritten later.
 
         Args:
             taps: [MAX_ROWS, m, D] from the target's step.
@@ -114,7 +114,7 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class Features:
-    """Buffers of the context: taps normalised [MAX_ROWS, m, D], joined and normed [MAX_ROWS, D], kv of all layers."""
+    """Buffers of the context: taps [MAX_ROWS, m, D], joined and normed [MAX_ROWS, D], kv of all layers."""
 
     taps: Tensor
     joined: Tensor
@@ -125,10 +125,13 @@ class Features:
     def allocate(cls, weights: DrafterWeights) -> Features:
         """Return buffers for this drafter."""
         D, width = weights.fc.shape
-        like = {"dtype": weights.fc.dtype, "device": weights.fc.device}
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=weights.fc.dtype, device=weights.fc.device)
+
         return cls(
-            taps=torch.empty(MAX_ROWS, width // D, D, **like),
-            joined=torch.empty(MAX_ROWS, D, **like),
-            normed=torch.empty(MAX_ROWS, D, **like),
-            kv=torch.empty(MAX_ROWS, weights.context_kv.shape[0], **like),
+            taps=empty(MAX_ROWS, width // D, D),
+            joined=empty(MAX_ROWS, D),
+            normed=empty(MAX_ROWS, D),
+            kv=empty(MAX_ROWS, weights.context_kv.shape[0]),
         )

@@ -1,8 +1,9 @@
 """Routed experts, second half: down, the routed sum, the shared expert's down and the residual in one store.
 
-Output-centric: a program owns output columns and walks the live experts in ascending id, so there is no scatter, no
-combine kernel and no atomic, and a row's sum has one order whichever experts are live for other rows.
-Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaSparseMoeBlock; terms are summed in float32.
+Output-centric: a program owns output columns and walks the live experts in ascending id, so there is no
+scatter, no combine kernel and no atomic, and a row's sum has one order whichever experts are live for other
+rows. Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaSparseMoeBlock; terms are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def expert_down(
     shared_weight: Tensor | None,
     tap: Tensor | None = None,
 ) -> None:
-    """Add scaling * sum over experts of weight * down(act), and the shared expert's down, to the residual stream.
+    """Add scaling * sum of weight * down(act), and the shared expert's down, to the residual stream.
 
     Args:
         routing: From ``expert_gate_up``.

@@ -1,7 +1,7 @@
 """Routed experts, first half: routing, then gate/up with SiLU of every expert that a row chose.
 
-A live expert's weights are read once a step, whatever the number of rows that chose it: all rows are columns of one
-product, and only those that chose the expert keep theirs.
+A live expert's weights are read once a step, whatever the number of rows that chose it: all rows are columns
+of one product, and only those that chose the expert keep theirs.
 Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaSparseMoeBlock.
 """
 
@@ -25,7 +25,8 @@ class Routing:
     S is the most experts that ``MAX_ROWS`` rows can choose.
 
     Attributes:
-        act: [S, MAX_ROWS, F] silu(gate) * up of each live expert, ascending by id; only rows that chose it are set.
+        act: [S, MAX_ROWS, F] silu(gate) * up of each live expert, ascending by id; only rows that chose it
+            are set.
         slot_weights: [S, MAX_ROWS] float32 routing weight of each row for that expert, 0 where not chosen.
         slot_experts: [S] int32 ids of the live experts, ascending.
         num_slots: [1] int32 live experts.
@@ -103,7 +104,9 @@ def _expert_gate_up_kernel(
         n = tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1))
         rows = (expert.to(tl.int64) * (2 * F) + n) * K
         inverse = tl.zeros((COLS,), tl.float32)
-        acc = product(w_ptr, rows, x_ptr, K, wants, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False)
+        acc = product(
+            w_ptr, rows, x_ptr, K, wants, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False
+        )
         f = f0 + tl.arange(0, HALF)
         act = silu_times(acc, DTYPE, HALF, COLS)
         at = (own * MAX + col)[None, :] * F + f[:, None]

@@ -1,8 +1,8 @@
-"""The head of a step: logits, exact sampling and argmax in one stream over the vocabulary, then one token a row.
+"""The head of a step: logits, exact sampling and argmax in one stream over the vocabulary.
 
-A row's token is argmax(logit / T + g), g Gumbel noise from Philox4x32-10 keyed by the request's seed and counted by
-token and position; at T = 0 it is argmax(logit). Equal values go to the lower id. So a token depends on its row and
-its absolute position only. Source: ../spec/performance.md, section 3.5.
+A row's token is argmax(logit / T + g), g Gumbel noise from Philox4x32-10 keyed by the request's seed and
+counted by token and position; at T = 0 it is argmax(logit). Equal values go to the lower id. So a token
+depends on its row and its absolute position only. Source: ../spec/performance.md, section 3.5.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lean_laguna.kernels.triton.primitives import prefetch_rows, product, wait_w
 def gumbel(seed, position, token):
     """Return float32 Gumbel noise of each element; seed int64, position and token int32, broadcastable.
 
-    With x one of Philox's 32-bit words, v = (x + 0.5) / 2^32 and the noise is -log(-log1p(-v)), computed so that
-    both tails keep float32's relative precision.
+    With x one of Philox's 32-bit words, v = (x + 0.5) / 2^32 and the noise is -log(-log1p(-v)), computed so
+    that both tails keep float32's relative precision.
     """
     zero = tl.zeros_like(token)
     a, b, c, d = tl.philox(seed, token // 4, position + zero, zero, zero)
@@ -28,7 +28,8 @@ def gumbel(seed, position, token):
     x = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
     SCALE: tl.constexpr = 2.3283064365386963e-10
     v = (x.to(tl.float32) + 0.5) * SCALE
-    # 1 - v from the complement's bits, exact where v is near 1; log1p(-v) by Kahan's correction where v is small.
+    # 1 - v from the complement's bits, exact where v is near 1; log1p(-v) by Kahan's correction where v is
+    # small.
     rest = ((0xFFFFFFFF - x).to(tl.float32) + 0.5) * SCALE
     off = 1.0 - v
     is_tiny = off == 1.0
@@ -67,7 +68,9 @@ def _head_kernel(
     col = tl.arange(0, COLS)
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
     inverse = tl.zeros((COLS,), tl.float32)
-    acc = product(w_ptr, rows, x_ptr, K, live, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False)
+    acc = product(
+        w_ptr, rows, x_ptr, K, live, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False
+    )
     value = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
     if LOGITS:
         at = col[None, :].to(tl.int64) * N + n[:, None]
@@ -148,10 +151,11 @@ def sample(
         workspace: float32 and int32, [ceil(V / tile.block_n), MAX_ROWS] each at least.
         tile: By weight shape.
         launch: What the launches of a step share.
-        position_offset: From a row's position to that of the token it predicts: 1 for the target, 0 for a drafter.
+        position_offset: From a row's position to that of the token it predicts: 1 for the target, 0 for a
+            drafter.
         logits: [MAX_ROWS, V] float32, written, or None.
-        draft_rows: ``row_start`` and ``row_request`` of a drafter's rows, whose first row of each request keeps its
-            token; None for the target.
+        draft_rows: ``row_start`` and ``row_request`` of a drafter's rows, whose first row of each request
+            keeps its token; None for the target.
         token_map: [V] what to add to a reduced vocabulary's id to get the target's, or None.
     """
     V, D = weight.shape

@@ -1,7 +1,7 @@
 """Query and key heads on their way into attention: norm, rotation, KV append.
 
-Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaAttention and apply_rotary_pos_emb: every product and
-the sum of the rotation are rounded to the model's dtype.
+Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaAttention and apply_rotary_pos_emb: every
+product and the sum of the rotation are rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def normed_rotated(
     ROTARY: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Return [rows, P]: heads at element offsets ``at`` [rows], normalised and rotated as Hugging Face rounds."""
+    """Return [rows, P]: heads at offsets ``at`` [rows], normalised and rotated as Hugging Face rounds."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, P)

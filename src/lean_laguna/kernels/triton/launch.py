@@ -51,12 +51,14 @@ class Launch:
     Attributes:
         cols: Token columns of every product, 8 (steps of at most 8 rows) or 16.
         pdl: Programmatic dependent launch, and L2 prefetch before inputs are ready (sm_90 and later).
-        programs: Programs of the kernels that share out tasks among themselves; about four a multiprocessor.
+        programs: Programs that share out the routed experts' first products; about four a multiprocessor.
+        attention_programs: Programs that share out the splits of the context.
     """
 
     cols: int = MAX_ROWS
     pdl: bool = False
     programs: int = 528
+    attention_programs: int = 264
 
     @property
     def can_prefetch(self) -> bool:

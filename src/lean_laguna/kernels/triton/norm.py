@@ -1,6 +1,7 @@
 """Embedding rows and stand-alone RMSNorm: where no product follows that could normalise on its way.
 
-Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaRMSNorm (rounds before the weight and after).
+Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaRMSNorm (rounds before the weight and
+after).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from lean_laguna.kernels.triton.primitives import normalise, wait_for_inputs, wa
 
 
 @triton.jit
-def _embed_kernel(ids_ptr, num_rows_ptr, table_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embed_kernel(
+    ids_ptr, num_rows_ptr, table_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL, False)
@@ -42,7 +45,15 @@ def embed(input_ids: Tensor, table: Tensor, out: Tensor, num_rows: Tensor, launc
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, num_rows_ptr, eps, M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows_ptr,
+    eps,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -69,5 +80,14 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, num_rows: Tensor, eps: floa
     """
     D, parts = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     _rms_norm_kernel[(MAX_ROWS, parts)](
-        x, weight, out, num_rows, eps, M=parts, D=D, BLOCK=power_of_two(D), PDL=launch.pdl, **launch.options(4)
+        x,
+        weight,
+        out,
+        num_rows,
+        eps,
+        M=parts,
+        D=D,
+        BLOCK=power_of_two(D),
+        PDL=launch.pdl,
+        **launch.options(4),
     )

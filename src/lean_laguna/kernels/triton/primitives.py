@@ -1,8 +1,8 @@
-"""What every kernel of a step is made of: waiting for inputs, prefetching weights, row norms, streamed products.
+"""What every kernel of a step is made of: waiting, prefetching, row norms, streamed products.
 
 The products are "swap-AB": weight rows are the M operand of the matrix unit and tokens its columns, always
-``COLS`` of them, so a row of tokens keeps its bits whatever its slot and its neighbours. The K dimension is cut by
-``BLOCK_K`` and ``SPLIT``, which follow the weight's shape and never the number of rows.
+``COLS`` of them, so a row of tokens keeps its bits whatever its slot and its neighbours. The K dimension is
+cut by ``BLOCK_K`` and ``SPLIT``, which follow the weight's shape and never the number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr):
 
     Args:
         PDL: Launched with programmatic dependent launch (sm_90 and later); otherwise nothing happens.
-        EARLY: Let the next kernel start before this one's inputs are there: for kernels too small to fill the memory
+        EARLY: Let the next kernel start before this one's inputs are there: for kernels too small to fill the
+        memory
             system, so that the next kernel's weight prefetch covers them.
     """
     if PDL:
@@ -34,8 +35,8 @@ def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr):
 def wait_with_rows(num_rows_ptr, PDL: tl.constexpr, EARLY: tl.constexpr):
     """Do what ``wait_for_inputs`` does, and return the number of live rows, read before the wait.
 
-    The row tables change in one place only, the end of a step, and the step's first kernel (``norm.embed``) lets
-    nobody start before that is over; so every kernel after it may read them in its prologue.
+    The row tables change in one place only, the end of a step, and the step's first kernel (``norm.embed``)
+    lets nobody start before that is over; so every kernel after it may read them in its prologue.
     """
     num_rows = tl.load(num_rows_ptr)
     wait_for_inputs(PDL, EARLY)
@@ -101,8 +102,8 @@ def product(
 ):
     """Stream weight rows once against all columns of tokens.
 
-    With ``SPLIT`` > 1 each warp takes its own part of K, and the parts are added in a fixed order at the end: a few
-    rows a program still keep all its warps busy.
+    With ``SPLIT`` > 1 each warp takes its own part of K, and the parts are added in a fixed order at the end:
+    a few rows a program still keep all its warps busy.
 
     Args:
         w_ptr: Weights, K contiguous.
@@ -166,7 +167,7 @@ def product(
 
 @triton.jit
 def silu_times(gate_up, DTYPE: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr):
-    """Return [HALF, COLS] silu(gate) * up of a product whose first HALF rows are gate and whose others are up.
+    """Return [HALF, COLS] silu(gate) * up of a product whose first HALF rows are gate, the others up.
 
     Rounds gate, up, silu(gate) and the result to DTYPE, where Hugging Face does.
     """

@@ -95,8 +95,8 @@ def project(
         num_rows: [1] int32, live rows.
         tile: By weight shape.
         launch: What the launches of a step share.
-        norm: Weight of the RMSNorm of x, [K]; or [., K] one for each ``N // norm.shape[0]`` rows of the weight, a
-            multiple of ``tile.block_n``; or None for x as it is.
+        norm: Weight of the RMSNorm of x, [K]; or [., K] one for each ``N // norm.shape[0]`` rows of the
+            weight, a multiple of ``tile.block_n``; or None for x as it is.
         eps: Of the RMSNorm.
         residual: [MAX_ROWS, N] added to the rounded product, or None. Strides as ``out``.
         tap: [MAX_ROWS, N], any row stride: a second copy of the result, or None.
@@ -177,12 +177,29 @@ def _gate_up_kernel(
         live = col < num_rows
         inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
         acc = product(
-            w_ptr, rows, x_ptr, x_stride, live, inverse, norm_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, True
+            w_ptr,
+            rows,
+            x_ptr,
+            x_stride,
+            live,
+            inverse,
+            norm_ptr,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            SPLIT,
+            COLS,
+            STAGES,
+            True,
         )
         DTYPE: tl.constexpr = act_ptr.dtype.element_ty
         if pid < SCORE_BLOCKS:
             e = pid * BLOCK_N + i
-            tl.store(scores_ptr + col[None, :] * E + e[:, None], acc.to(DTYPE), mask=live[None, :] & (e < E)[:, None])
+            tl.store(
+                scores_ptr + col[None, :] * E + e[:, None],
+                acc.to(DTYPE),
+                mask=live[None, :] & (e < E)[:, None],
+            )
         else:
             f = f0 + tl.arange(0, HALF)
             act = silu_times(acc, DTYPE, HALF, COLS)
@@ -217,7 +234,7 @@ def gate_up(
     ahead: Tensor | None = None,
     ahead_programs: int = 0,
 ) -> None:
-    """Normalise, then gate, up and SiLU of a dense MLP; with ``scores``, the router's logits beside the shared expert.
+    """Normalise, then gate, up and SiLU; with ``scores``, the router's logits beside them.
 
     Args:
         x: [MAX_ROWS, K] residual stream.
@@ -230,7 +247,8 @@ def gate_up(
         launch: What the launches of a step share.
         scores: [MAX_ROWS, E], written: router logits.
         normed: [MAX_ROWS, K], written with ``scores``: x normalised.
-        ahead: Weights (2-byte) that a later kernel streams and whose start the memory system may fetch meanwhile.
+        ahead: Weights (2-byte) that a later kernel streams and whose start the memory system may fetch
+            meanwhile.
         ahead_programs: Programs that fetch ``ahead``, 32 KiB each; 0 for none.
     """
     K, F = weight.shape[1], act.shape[1]

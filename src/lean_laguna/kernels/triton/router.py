@@ -1,9 +1,9 @@
 """Top-k routing from router logits, inside whichever kernel needs it.
 
-Every program of the routed experts' first kernel routes for itself: a few hundred bytes of logits and less than a
-microsecond, against the round trip through memory that a separate routing step would cost between two streams.
-Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaTopKRouter (sigmoid, bias for the choice only,
-weights divided by their sum and rounded to the model's dtype). Ties go to the lower expert id.
+Every program of the routed experts' first kernel routes for itself: a few hundred bytes of logits and less
+than a microsecond, against the round trip through memory that a separate routing step would cost between two
+streams. Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaTopKRouter (sigmoid, bias for the
+choice only, weights divided by their sum and rounded to the model's dtype). Ties go to the lower expert id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def route(
     """Choose A experts for each live row.
 
     Args:
-        scores_ptr: [COLS, E] router logits in the model's dtype: two bytes each, so that one warp holds a row of 256.
+        scores_ptr: [COLS, E] router logits in the model's dtype: two bytes each, so that one warp holds a row
+            of 256.
         bias_ptr: [E] float32 correction, for the choice only.
         live: [COLS] which rows count; the others choose nothing.
         softcap: tanh bound of the logits; unused unless SOFTCAP.
@@ -49,8 +50,8 @@ def route(
         DTYPE: Weights are rounded to it.
 
     Returns:
-        (chosen [COLS, E_BLOCK] bool, weights [COLS, E_BLOCK] float32, 0 where not chosen, ids [COLS, E_BLOCK] int32:
-        columns 0 to A - 1 hold the choice in descending order).
+        (chosen [COLS, E_BLOCK] bool, weights [COLS, E_BLOCK] float32, 0 where not chosen, ids [COLS, E_BLOCK]
+        int32: columns 0 to A - 1 hold the choice in descending order).
     """
     e = tl.arange(0, E_BLOCK)[None, :]
     col = tl.arange(0, COLS)[:, None]

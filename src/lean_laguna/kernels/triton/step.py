@@ -1,7 +1,7 @@
 """A whole decode or verify step of a Laguna target on static buffers: what a CUDA graph captures.
 
-The step runs for however many rows ``Rows.num_rows`` says when it executes, at most ``Launch.cols``; nothing on the
-host depends on it. Six to seven kernels a layer.
+The step runs for however many rows ``Rows.num_rows`` says when it executes, at most ``Launch.cols``; nothing
+on the host depends on it. Six to seven kernels a layer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Scratch:
         partial = max(MAX_ROWS * s.num_heads * s.num_splits(n) * s.head_dim for s, n in shapes)
         stats = max(MAX_ROWS * s.num_heads * s.num_splits(n) * 2 for s, n in shapes)
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseWeights)]
-        acts = [m.gate_up.shape[0] // 2 for m in (layer.mlp for layer in layers) if isinstance(m, DenseWeights)]
+        acts = [
+            m.gate_up.shape[0] // 2 for m in (layer.mlp for layer in layers) if isinstance(m, DenseWeights)
+        ]
         acts += [m.shared_down.shape[1] for m in sparse]
         experts = max([m.gate_up.shape[0] for m in sparse], default=1)
         top_k = max([m.top_k for m in sparse], default=1)

@@ -1,4 +1,4 @@
-"""Weights as the kernels take them: projections of one input side by side, experts as Hugging Face fuses them.
+"""Weights as the kernels take them: projections of one input side by side, experts fused.
 
 Prepared once at load. Nothing here is quantised.
 """
@@ -136,7 +136,7 @@ def rotary_tables(inv_freq: Tensor, max_len: int, scale: float, dtype: torch.dty
 
 
 def attention_weights(state: Mapping[str, Tensor], prefix: str, shape: AttentionShape) -> AttentionWeights:
-    """Lay out one layer's attention from tensors under Hugging Face's names, ``prefix`` ending in the layer's dot."""
+    """Lay out one layer's attention from Hugging Face's names, ``prefix`` ending in the layer's dot."""
     own = f"{prefix}self_attn."
     names = ["q_proj", "k_proj", "v_proj"] + ["g_proj"] * shape.has_gate
     if f"{own}qkv_proj.weight" in state:
@@ -153,7 +153,9 @@ def dense_weights(state: Mapping[str, Tensor], prefix: str) -> DenseWeights:
     """Lay out one layer's dense MLP."""
     gate_up = torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     return DenseWeights(
-        state[f"{prefix}post_attention_layernorm.weight"], gate_up, state[f"{prefix}mlp.down_proj.weight"].contiguous()
+        state[f"{prefix}post_attention_layernorm.weight"],
+        gate_up,
+        state[f"{prefix}mlp.down_proj.weight"].contiguous(),
     )
 
 
@@ -161,7 +163,11 @@ def sparse_weights(
     state: Mapping[str, Tensor], prefix: str, *, top_k: int, scaling: float, softcap: float, norm_topk: bool
 ) -> SparseWeights:
     """Lay out one layer's MoE block; expert banks are taken as they are, fused and contiguous."""
-    shared = next(name for name in ("shared_experts", "shared_expert") if f"{prefix}mlp.{name}.down_proj.weight" in state)
+    shared = next(
+        name
+        for name in ("shared_experts", "shared_expert")
+        if f"{prefix}mlp.{name}.down_proj.weight" in state
+    )
     bias_name = next(
         name
         for name in ("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")

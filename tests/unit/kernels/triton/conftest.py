@@ -1,4 +1,5 @@
-"""Plain PyTorch twins and small shapes for the Triton kernels; runs them under Triton's interpreter without a GPU.
+"""Plain PyTorch twins and small shapes for the Triton kernels; runs them under Triton's interpreter without a
+GPU.
 
 Each twin computes in float32 and rounds to the model's dtype where Hugging Face's modeling_laguna.py does.
 """
@@ -17,9 +18,8 @@ if not HAS_GPU:
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 
-
 def _let_the_interpreter_count():
-    """NumPy 2.4 no longer turns one-element arrays into integers, as Triton 3.6's interpreter needs for its loops."""
+    """NumPy 2.4 no longer turns one-element arrays into integers, which Triton 3.6's interpreter needs."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -82,8 +82,8 @@ def moe(x, gate_up, down, weights, ids):
 
 
 def attention(q, keys, values, q_positions, *, window, causal_until=None):
-    """q [T, H, P]; keys and values [S, J, P] of positions 0..S-1; causal unless a last visible position is given."""
-    T, H, P = q.shape
+    """q [T, H, P]; keys and values [S, J, P] of positions 0..S-1; causal unless told what all rows see."""
+    _, H, P = q.shape
     S, J, _ = keys.shape
     k = keys.float().repeat_interleave(H // J, 1)
     v = values.float().repeat_interleave(H // J, 1)
@@ -123,7 +123,7 @@ def dtype(request):
 
 @pytest.fixture
 def tolerance(dtype):
-    """A few units in the last place of values near 1, for sums in another order and roundings that fall elsewhere."""
+    """A few units in the last place of values near 1: sums in another order, roundings elsewhere."""
     return {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 

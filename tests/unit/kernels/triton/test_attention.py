@@ -81,9 +81,8 @@ class Scene:
             self.rows,
             self.workspace,
             self.shape,
-            Launch(),
+            Launch(attention_programs=programs),
             eps=EPS,
-            programs=programs,
         )
         return self.out
 
@@ -119,7 +118,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "contexts", "counts"), CASES)
-def test_attention_equals_its_twin_and_appends_keys(plain, draw, poisoned, device, tolerance, shape, contexts, counts):
+def test_attention_equals_its_twin_and_appends_keys(
+    plain, draw, poisoned, device, tolerance, shape, contexts, counts
+):
     scene = Scene(shape, contexts, counts, draw, poisoned, device)
     out = scene.run()
     for r, (y, k, v, at) in enumerate(scene.expected(plain)):

@@ -55,7 +55,9 @@ def test_experts_equal_their_twin(plain, draw, poisoned, count, tolerance, bank,
     normed, scores, shared_act, hidden = draw(16, D), draw(16, E), draw(16, FS), draw(16, D)
     weights, ids = plain.route(scores, bank["bias"], A)
     routed = plain.moe(normed, bank["gate_up"], bank["down"], weights, ids).to(normed.dtype)
-    mlp = (routed.float() * 2.5).to(normed.dtype).float() + plain.linear(shared_act, bank["shared_down"]).float()
+    mlp = (routed.float() * 2.5).to(normed.dtype).float() + plain.linear(
+        shared_act, bank["shared_down"]
+    ).float()
     expected = (hidden.float() + mlp.to(normed.dtype).float()).to(normed.dtype)
     before, routing = hidden.clone(), empty_routing(poisoned, device)
     run(bank, routing, normed, scores, shared_act, hidden, count(rows))

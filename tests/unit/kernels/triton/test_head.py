@@ -66,7 +66,9 @@ def test_greedy_takes_the_first_of_the_highest(run, draw, plain, tolerance, devi
     x, weight = draw(16, D), draw(V, D)
     weight[60] = weight[9] = 3 * x[1]
     tokens, logits = run(x, weight, [])
-    torch.testing.assert_close(logits[:3], plain.linear(x, weight)[:3].float(), atol=30 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        logits[:3], plain.linear(x, weight)[:3].float(), atol=30 * tolerance, rtol=tolerance
+    )
     assert tokens[:3].tolist() == logits[:3].argmax(-1).tolist()
     assert tokens[1] == 9
     assert (tokens[3:] == -7).all()

@@ -52,7 +52,9 @@ def test_gate_up_equals_its_twin_beside_the_router(plain, draw, poisoned, count,
     gate_up(x, norm, weight, act, count(rows), EPS, TILES[0], Launch(cols=8), **extra)
     x_normed = plain.rms_norm(x, norm, EPS)[:rows]
     both = plain.linear(x_normed, weight)
-    torch.testing.assert_close(act[:rows], plain.silu_and_mul(both[:, experts:]), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        act[:rows], plain.silu_and_mul(both[:, experts:]), atol=tolerance, rtol=tolerance
+    )
     assert act[rows:].isnan().all()
     if experts:
         torch.testing.assert_close(scores[:rows], both[:, :experts], atol=tolerance, rtol=tolerance)
@@ -60,7 +62,9 @@ def test_gate_up_equals_its_twin_beside_the_router(plain, draw, poisoned, count,
         assert normed[rows:].isnan().all()
 
 
-def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(draw, poisoned, count, assert_same_bits):
+def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(
+    draw, poisoned, count, assert_same_bits
+):
     weight, norm, row = draw(48, 64, scale=0.2), draw(64) + 1, draw(64)
     alone = poisoned(16, 48)
     project(row.expand(16, 64).contiguous(), weight, alone, count(1), TILES[0], Launch(), norm=norm, eps=EPS)
