@@ -1,0 +1,126 @@
+"""A drafter's context: keys and values of target features, for all drafter layers at once.
+
+Source: vLLM 0.33 laguna_dflash.py (input_layernorm on the context, key norm and rotation at the absolute
+position).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.heads import append_rows
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.primitives import wait_with_rows
+from lean_laguna.kernels.triton.rows import Rows
+
+
+@triton.jit
+def _append_context_kernel(
+    kv_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    positions_ptr,
+    row_start_ptr,
+    row_count_ptr,
+    num_requests_ptr,
+    eps,
+    table_stride,
+    layer_stride,
+    MAX: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    layer = tl.program_id(0)
+    head = tl.program_id(1)
+    num_requests = wait_with_rows(num_requests_ptr, PDL, True)
+    for request in tl.range(0, num_requests, num_stages=1):
+        start = tl.load(row_start_ptr + request)
+        count = tl.load(row_count_ptr + request)
+        first = tl.load(positions_ptr + start)
+        append_rows(
+            kv_ptr + layer * (2 * J * P),
+            k_norm_ptr + layer * P,
+            cos_ptr,
+            sin_ptr,
+            k_cache_ptr + layer.to(tl.int64) * layer_stride,
+            v_cache_ptr + layer.to(tl.int64) * layer_stride,
+            table_ptr + request * table_stride,
+            start,
+            count,
+            first,
+            0,
+            first + count,
+            head,
+            eps,
+            MAX,
+            WIDTH,
+            0,
+            J,
+            P,
+            ROTARY,
+            QK_NORM,
+            KV_BLOCK,
+        )
+
+
+def append_context(
+    kv: Tensor,
+    k_norms: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    rows: Rows,
+    shape: AttentionShape,
+    launch: Launch,
+    *,
+    eps: float,
+) -> None:
+    """Normalise and rotate the live rows' context keys of every layer; write keys and values to the cache.
+
+    Args:
+        kv: [MAX_ROWS, L * 2 * J * P] keys and values of each layer as projected.
+        k_norms: [L, P] weights of the key norms.
+        rotary: cos and sin, [max_model_len, rotary_dim / 2] each.
+        cache: Keys and values, [L, num_blocks, kv_block_size, J, P]; the rows' slots are written.
+        block_table: [MAX_ROWS, .] int32 of the drafter's KV group.
+        rows: The verified rows, at the positions whose features these are.
+        shape: Of the drafter's layers.
+        launch: What the launches of a step share.
+        eps: Of the key norms.
+    """
+    num_layers, _, kv_block_size, J, P = cache[0].shape
+    _append_context_kernel[(num_layers, J)](
+        kv,
+        k_norms,
+        *rotary,
+        *cache,
+        block_table,
+        rows.positions,
+        rows.row_start,
+        rows.row_count,
+        rows.num_requests,
+        eps,
+        block_table.stride(0),
+        cache[0].stride(0),
+        MAX=MAX_ROWS,
+        WIDTH=kv.stride(0),
+        J=J,
+        P=P,
+        ROTARY=shape.rotary_dim,
+        QK_NORM=shape.has_qk_norm,
+        KV_BLOCK=kv_block_size,
+        PDL=launch.pdl,
+        **launch.options(4),
+    )

@@ -1,0 +1,137 @@
+"""A DFlash drafter's step on static buffers: context from verified rows, then drafts for the next rows.
+
+The block's keys are written to the cache at their positions, where the next step's context overwrites them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lean_laguna.kernels.triton.context import append_context
+from lean_laguna.kernels.triton.head import sample
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.norm import embed, rms_norm
+from lean_laguna.kernels.triton.projection import project
+from lean_laguna.kernels.triton.step import Inputs, Scratch, run_layer
+from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.kernels.triton.weights import DrafterWeights
+
+
+@dataclass
+class DraftStep:
+    """One round of the drafter; owns nothing but ``Features``' buffers.
+
+    Attributes:
+        weights: Of the drafter.
+        embed: [V, D] the target's.
+        head: [V, D] the target's, or the drafter's own reduced one.
+        cache: Keys and values of all layers, [L, num_blocks, kv_block_size, J, P] each.
+        table: [MAX_ROWS, .] int32 block table of the drafter's KV group.
+        inputs: Rows, shared with the target: first the verified ones, then the next step's.
+        scratch: Buffers, shared with the target.
+        features: Buffers of the context.
+        token_map: [V] int what to add to a reduced vocabulary's ids, or None.
+        launch: Columns, early launch, programs.
+        tiles: By kernel class.
+    """
+
+    weights: DrafterWeights
+    embed: Tensor
+    head: Tensor
+    cache: tuple[Tensor, Tensor]
+    table: Tensor
+    inputs: Inputs
+    scratch: Scratch
+    features: Features
+    token_map: Tensor | None = None
+    launch: Launch = field(default_factory=Launch)
+    tiles: Tiles = field(default_factory=Tiles)
+
+    def append_context(self, taps: Tensor) -> None:
+        """Write context keys and values of the rows just verified; rejected ones are overwritten later.
+
+        Args:
+            taps: [MAX_ROWS, m, D] from the target's step.
+        """
+        weights, launch, features, tiles = self.weights, self.launch, self.features, self.tiles
+        n, flat = self.inputs.rows.num_rows, taps.flatten(1)
+        if weights.aux_norms is not None:
+            rms_norm(taps, weights.aux_norms, features.taps, n, weights.eps, launch)
+            flat = features.taps.flatten(1)
+        project(flat, weights.fc, features.joined, n, tiles.context, launch)
+        rms_norm(features.joined, weights.hidden_norm, features.normed, n, weights.eps, launch)
+        project(
+            features.normed,
+            weights.context_kv,
+            features.kv,
+            n,
+            tiles.context,
+            launch,
+            norm=weights.context_norms,
+            eps=weights.eps,
+        )
+        first = weights.layers[0]
+        append_context(
+            features.kv,
+            weights.k_norms,
+            first.rotary,
+            self.cache,
+            self.table,
+            self.inputs.rows,
+            first.attention.shape,
+            launch,
+            eps=weights.eps,
+        )
+
+    def propose(self) -> None:
+        """Fill every row of ``inputs.input_ids`` but each request's first with a draft token."""
+        weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
+        rows = inputs.rows
+        embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)
+        for i, layer in enumerate(weights.layers):
+            cache = (self.cache[0][i], self.cache[1][i])
+            run_layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
+        rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
+        sample(
+            scratch.normed,
+            self.head,
+            inputs.input_ids,
+            inputs.seeds,
+            inputs.temperatures,
+            rows.positions,
+            rows.num_rows,
+            scratch.best,
+            self.tiles.head,
+            launch,
+            position_offset=0,
+            draft_rows=(rows.row_start, rows.row_request),
+            token_map=self.token_map,
+        )
+
+
+@dataclass(frozen=True)
+class Features:
+    """Buffers of the context: taps [MAX_ROWS, m, D], joined and normed [MAX_ROWS, D], kv of all layers."""
+
+    taps: Tensor
+    joined: Tensor
+    normed: Tensor
+    kv: Tensor
+
+    @classmethod
+    def allocate(cls, weights: DrafterWeights) -> Features:
+        """Return buffers for this drafter."""
+        D, width = weights.fc.shape
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=weights.fc.dtype, device=weights.fc.device)
+
+        return cls(
+            taps=empty(MAX_ROWS, width // D, D),
+            joined=empty(MAX_ROWS, D),
+            normed=empty(MAX_ROWS, D),
+            kv=empty(MAX_ROWS, weights.context_kv.shape[0]),
+        )

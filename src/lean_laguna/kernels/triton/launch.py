@@ -1,0 +1,88 @@
+"""How kernels are launched: tiles by weight shape, the number of token columns, prefetch and early launch.
+
+Nothing here may depend on the number of live rows: it is read on the device, by the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+MAX_ROWS = 16
+"""Token rows of every step buffer; the widest column tile."""
+
+
+def is_interpreting() -> bool:
+    """Say whether Triton runs on the CPU, one program after another."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of one program's work; a function of kernel, dtype, K and N alone.
+
+    Attributes:
+        block_n: Weight rows a program owns at a time.
+        block_k: K elements a warp group takes at a time.
+        split: Parts of K taken side by side inside a program: ``warps``, or 1.
+        warps: Warps of a program.
+        stages: Depth of the software pipeline.
+        prefetch: Share of the program's weights that it asks into L2 before its inputs are ready, 0 to 1.
+    """
+
+    block_n: int
+    block_k: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+    prefetch: float = 0.0
+
+    def with_prefetch(self, share: float) -> Tile:
+        """Return the same tile with another prefetch share."""
+        return replace(self, prefetch=share)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all launches of a step share.
+
+    Attributes:
+        cols: Token columns of every product, 8 (steps of at most 8 rows) or 16.
+        pdl: Programmatic dependent launch, and L2 prefetch before inputs are ready (sm_90 and later).
+        programs: Programs that share out the routed experts' first products; about four a multiprocessor.
+        attention_programs: Programs that share out the splits of the context.
+    """
+
+    cols: int = MAX_ROWS
+    pdl: bool = False
+    programs: int = 528
+    attention_programs: int = 264
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether kernels may ask for data before their inputs are ready."""
+        return self.pdl and not is_interpreting()
+
+    def options(self, warps: int) -> dict[str, Any]:
+        """Return Triton's launch options."""
+        return {"num_warps": warps, "launch_pdl": True} if self.pdl else {"num_warps": warps}
+
+    def prefetched(self, tile: Tile, row_bytes: int) -> int:
+        """Return how many bytes of each weight row to prefetch, a multiple of 512; 0 without early launch."""
+        return int(row_bytes * tile.prefetch) // 512 * 512 if self.can_prefetch else 0
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+Kernel = Callable[..., Any]
+"""A Triton kernel, launched as ``kernel[grid](...)``; Triton has no types."""

@@ -1,0 +1,188 @@
+"""Weights as the kernels take them: projections of one input side by side, experts fused.
+
+Prepared once at load. Nothing here is quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lean_laguna.kernels.triton.attention import AttentionShape
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One layer's attention.
+
+    Attributes:
+        shape: Heads, rotation and window.
+        input_norm: [D].
+        qkv: [shape.width, D] rows of q, k, v and the per-head gate.
+        q_norm: [P].
+        k_norm: [P].
+        out: [D, H * P].
+    """
+
+    shape: AttentionShape
+    input_norm: Tensor
+    qkv: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """A dense MLP: norm [D], gate_up [2F, D] gate rows first, down [D, F]."""
+
+    norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class SparseWeights:
+    """A MoE block.
+
+    Attributes:
+        norm: [D].
+        router_gate_up: [E + 2 * FS, D] router rows, then the shared expert's gate and up rows.
+        bias: [E] float32.
+        gate_up: [E, 2F, D].
+        down: [E, D, F].
+        shared_down: [D, FS].
+        top_k: Experts a token.
+        scaling: Factor of the routed sum.
+        softcap: tanh bound of the router's logits, 0 for none.
+        norm_topk: Divide a token's weights by their sum.
+    """
+
+    norm: Tensor
+    router_gate_up: Tensor
+    bias: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared_down: Tensor
+    top_k: int
+    scaling: float
+    softcap: float = 0.0
+    norm_topk: bool = True
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer and the rotary tables (cos, sin) that its kind shares."""
+
+    attention: AttentionWeights
+    mlp: DenseWeights | SparseWeights
+    rotary: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """A Laguna target: embed [V, D], layers, norm [D], head [V, D], RMSNorm epsilon."""
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """A DFlash drafter; embedding and head are the target's.
+
+    Attributes:
+        layers: Decoder layers, all of one attention shape, dense.
+        norm: [D] final norm.
+        aux_norms: [m, D] norms of the captured hidden states, or None where they enter as they are.
+        fc: [D, m * D].
+        hidden_norm: [D].
+        context_norms: [L, D] input norms of the layers where the context goes through them, or None.
+        context_kv: [L * 2 * J * P, D] key and value rows of every layer.
+        k_norms: [L, P].
+        mask_token: What stands for a token to fill in.
+        eps: RMSNorm epsilon.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    aux_norms: Tensor | None
+    fc: Tensor
+    hidden_norm: Tensor
+    context_norms: Tensor | None
+    context_kv: Tensor
+    k_norms: Tensor
+    mask_token: int
+    eps: float
+
+
+def rotary_tables(inv_freq: Tensor, max_len: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of every position, [max_len, rotary_dim / 2] each.
+
+    Args:
+        inv_freq: [rotary_dim / 2] float32.
+        max_len: Positions.
+        scale: YaRN's attention factor.
+        dtype: Of the model; float32 values are rounded to it, as Hugging Face does.
+    """
+    angle = torch.arange(max_len, device=inv_freq.device, dtype=torch.float32)[:, None] * inv_freq[None, :]
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+
+
+def attention_weights(state: Mapping[str, Tensor], prefix: str, shape: AttentionShape) -> AttentionWeights:
+    """Lay out one layer's attention from Hugging Face's names, ``prefix`` ending in the layer's dot."""
+    own = f"{prefix}self_attn."
+    names = ["q_proj", "k_proj", "v_proj"] + ["g_proj"] * shape.has_gate
+    if f"{own}qkv_proj.weight" in state:
+        names = ["qkv_proj"] + ["g_proj"] * shape.has_gate
+    qkv = torch.cat([state[f"{own}{name}.weight"] for name in names])
+    input_norm = state[f"{prefix}input_layernorm.weight"]
+    q_norm, k_norm = (
+        state[f"{own}{n}_norm.weight"] if shape.has_qk_norm else input_norm[: shape.head_dim] for n in "qk"
+    )
+    return AttentionWeights(shape, input_norm, qkv, q_norm, k_norm, state[f"{own}o_proj.weight"].contiguous())
+
+
+def dense_weights(state: Mapping[str, Tensor], prefix: str) -> DenseWeights:
+    """Lay out one layer's dense MLP."""
+    gate_up = torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    return DenseWeights(
+        state[f"{prefix}post_attention_layernorm.weight"],
+        gate_up,
+        state[f"{prefix}mlp.down_proj.weight"].contiguous(),
+    )
+
+
+def sparse_weights(
+    state: Mapping[str, Tensor], prefix: str, *, top_k: int, scaling: float, softcap: float, norm_topk: bool
+) -> SparseWeights:
+    """Lay out one layer's MoE block; expert banks are taken as they are, fused and contiguous."""
+    shared = next(
+        name
+        for name in ("shared_experts", "shared_expert")
+        if f"{prefix}mlp.{name}.down_proj.weight" in state
+    )
+    bias_name = next(
+        name
+        for name in ("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
+        if f"{prefix}{name}" in state
+    )
+    gate_up = [state[f"{prefix}mlp.{shared}.{name}_proj.weight"] for name in ("gate", "up")]
+    return SparseWeights(
+        norm=state[f"{prefix}post_attention_layernorm.weight"],
+        router_gate_up=torch.cat([state[f"{prefix}mlp.gate.weight"], *gate_up]),
+        bias=state[f"{prefix}{bias_name}"].float().contiguous(),
+        gate_up=state[f"{prefix}mlp.experts.gate_up_proj"].contiguous(),
+        down=state[f"{prefix}mlp.experts.down_proj"].contiguous(),
+        shared_down=state[f"{prefix}mlp.{shared}.down_proj.weight"].contiguous(),
+        top_k=top_k,
+        scaling=scaling,
+        softcap=softcap,
+        norm_topk=norm_topk,
+    )
