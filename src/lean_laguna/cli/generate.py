@@ -16,6 +16,7 @@ from lean_laguna.cli.options import (
     given_sampling,
     require_models,
     sampling_params,
+    set_threads,
 )
 from lean_laguna.cli.parser import Parser, one_of
 from lean_laguna.core.errors import ConfigError
@@ -127,7 +128,9 @@ def _load(args: argparse.Namespace) -> LLM:
         }
     from lean_laguna.engine.llm import LLM
 
-    return LLM(args.model, **options)
+    llm = LLM(args.model, **options)
+    set_threads(args, llm)
+    return llm
 
 
 def _defaults(llm: LLM) -> dict[str, Any]:

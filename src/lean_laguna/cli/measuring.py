@@ -13,6 +13,7 @@ from lean_laguna.cli.options import (
     given_sampling,
     require_models,
     sampling_params,
+    set_threads,
 )
 from lean_laguna.cli.parser import Parser, whole
 from lean_laguna.core.errors import RequestError
@@ -87,6 +88,7 @@ def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[LocalBacke
     )
     _check_prompts(drafting, plan)
     baseline = drafting.without_drafter()
+    set_threads(args, baseline.llm)
     yield baseline, drafting
     baseline.close()
     drafting.close()

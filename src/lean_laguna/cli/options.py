@@ -11,6 +11,7 @@ from lean_laguna.models.catalog import BUILT_IN, DEFAULT_MODEL, default_drafter,
 
 if TYPE_CHECKING:
     from lean_laguna.core.types import SamplingParams
+    from lean_laguna.engine.llm import LLM
 
 AUTO, NONE = "auto", "none"
 # Flags of SamplingParams whose name and meaning are the field's.
@@ -158,13 +159,21 @@ def require_models(*names: str | None) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``LLM`` that the command line sets, and apply ``--threads``."""
-    if args.threads is not None:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    """Return the options of ``LLM`` that the command line sets."""
     options = {"device": args.device, "dtype": args.dtype}
     for name in ("max_model_len", "attention_factor"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     return options
+
+
+def set_threads(args: argparse.Namespace, llm: LLM) -> None:
+    """Set the number of CPU threads to what was asked for, else to what decodes fastest now."""
+    if args.threads is None:
+        from lean_laguna.engine.threads import tune_num_threads
+
+        tune_num_threads(llm.engine)
+    else:
+        import torch
+
+        torch.set_num_threads(args.threads)

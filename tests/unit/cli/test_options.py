@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from lean_laguna.cli import bench, generate
-from lean_laguna.cli.options import drafter_name, given_sampling, sampling_params
+from lean_laguna.cli.options import drafter_name, given_sampling, sampling_params, set_threads
 from lean_laguna.core.errors import ConfigError, RequestError
 from lean_laguna.core.types import SamplingParams
 
@@ -100,3 +102,21 @@ def test_vllm_s_speculative_config_gives_drafter_and_length():
 def test_a_speculative_config_that_is_wrong_says_how(words, message):
     with pytest.raises(ConfigError, match=message):
         drafter_name(build(*words), is_required=True)
+
+
+def test_threads_are_as_asked_for_or_as_measured(monkeypatch):
+    import torch
+
+    from lean_laguna.engine import threads
+
+    before = torch.get_num_threads()
+    tuned = []
+    monkeypatch.setattr(threads, "tune_num_threads", tuned.append)
+    llm = SimpleNamespace(engine="engine")
+    try:
+        set_threads(parse("--threads 1"), llm)
+        assert (torch.get_num_threads(), tuned) == (1, [])
+        set_threads(parse(""), llm)
+        assert tuned == ["engine"]
+    finally:
+        torch.set_num_threads(before)
