@@ -16,7 +16,7 @@ from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 
 SCHEMA_VERSION = 1
-RunKind = Literal["ab", "sweep", "parity", "comparison"]
+RunKind = Literal["ab", "sweep", "parity"]
 
 
 def describe(
