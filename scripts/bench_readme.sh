@@ -1,17 +1,19 @@
 #!/bin/sh
-# The numbers of the README, written to results/. Usage: scripts/bench_readme.sh [folder of the executables]
+# Makes the files that the README's numbers come from. Usage: scripts/bench_readme.sh [folder of the venv's programs]
+# About ten minutes on two quiet cores. Run it on an idle machine: ratios survive company, figures do not.
 set -eu
-bin=${1:-.venv/bin}
 cd "$(dirname "$0")/.."
-mkdir -p results
-"$bin/lean-laguna" bench --out results/bench.json --html results/bench.html
-"$bin/lean-laguna" bench --prompts trivial --out results/bench_trivial.json
-"$bin/lean-laguna" bench --temperature 0.8 --out results/bench_sampled.json
-"$bin/lean-laguna" sweep --out results/sweep.json --svg results/sweep.svg
-"$bin/lean-laguna" parity --out results/parity.json
-"$bin/lean-laguna" parity --temperature 0.8 --seed 1 --out results/parity_sampled.json
+bin=${1:-.venv/bin}
+out=results
+mkdir -p "$out"
+"$bin/lean-laguna" bench --num-speculative-tokens 7 --out "$out/bench_greedy.json" --html "$out/bench_greedy.html"
+"$bin/lean-laguna" bench --num-speculative-tokens 7 --temperature 0.8 --seed 1 --repeats 2 --out "$out/bench_t08.json"
+"$bin/lean-laguna" sweep --num-prompts 7 --out "$out/sweep.json" --svg "$out/sweep.svg"
+"$bin/lean-laguna" parity --draft-lengths 1,3,7,15 --out "$out/parity_greedy.json"
+"$bin/lean-laguna" parity --draft-lengths 1,3,7,15 --temperature 0.8 --seed 1 --out "$out/parity_t08.json"
+"$bin/python" benchmarks/long_context.py --out "$out/long_context.json"
 if "$bin/python" -c 'import transformers' 2>/dev/null; then
-    "$bin/python" scripts/compare_transformers.py --out results/transformers.json
+  "$bin/python" benchmarks/against_transformers.py --out "$out/against_transformers.json"
 else
-    echo "transformers is not installed: the comparison with it is left out (make test installs it)" >&2
+  echo "against_transformers.json not made: run 'make test' once, it installs transformers" >&2
 fi
