@@ -3,8 +3,8 @@
     python benchmarks/long_context.py --out results/long_context.json
 
 1. One 1,500-token generation, far across the sliding window: the same tokens with and without the drafter.
-2. A second request that shares a 300-token prefix with the first, its start taken from the prefix cache: the same
-   tokens and the same acceptance as in an engine without the cache.
+2. A second request that shares a 300-token prefix with the first, its start taken from the prefix cache: the
+   same tokens and the same acceptance as in an engine without the cache.
 """
 
 from __future__ import annotations
@@ -28,20 +28,28 @@ DRAFTER: dict[str, Any] = {"model": "nano-dflash", "num_speculative_tokens": 7}
 
 def main() -> int:
     """Check both claims; exit status 1 where one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     long_runs = [_long_generation(temperature) for temperature in (0.0, 0.8)]
     shared = _shared_prefix()
     holds = all(run["identical"] for run in long_runs) and shared["identical"] and shared["same_acceptance"]
-    result = {"schema_version": 1, "kind": "long_context", **describe_run(), "long": long_runs, "prefix": shared}
+    result = {
+        "schema_version": 1,
+        "kind": "long_context",
+        **describe_run(),
+        "long": long_runs,
+        "prefix": shared,
+    }
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(arguments.out, json.dumps(result, indent=1) + "\n")
     for run in long_runs:
         print(f"{run['num_tokens']} tokens at T = {run['temperature']}: identical = {run['identical']}")
     print(
-        f"shared prefix: {shared['num_cached_tokens']} tokens from the cache; identical = {shared['identical']}; "
+        f"shared prefix: {shared['num_cached_tokens']} tokens cached; identical = {shared['identical']}; "
         f"acceptance {shared['mean_acceptance_length_cached']:.3f} with the cache, "
         f"{shared['mean_acceptance_length_uncached']:.3f} without"
     )

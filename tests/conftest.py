@@ -9,7 +9,7 @@ from tests.support.targets import laguna_json, random_target
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.laguna import LagunaForCausalLM
 
-# One thread: the shapes here are too small to share, and two test runs on two cores must not wait for each other.
+# One thread: the shapes here are too small to share, and two runs on two cores must not wait for each other.
 torch.set_num_threads(1)
 
 

@@ -1,1 +1,1 @@
-"""The words of the system: configuration, request types, errors, environment, provenance; standard library only."""
+"""The words of the system: configuration, request types, errors, provenance; standard library only."""

@@ -86,8 +86,8 @@ class EngineConfig:
         max_num_seqs: Requests decoded at once, at least 1.
         prefill_chunk_size: Prompt tokens computed per step; chunks start at absolute multiples of it.
         kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
-        kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length requests,
-            at most a quarter of the memory that is free.
+        kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length
+            requests, at most a quarter of the memory that is free.
         enable_prefix_caching: Keep the KV pages, and the drafter's context, of prompts for later requests.
         attention_factor: Overrides the YaRN attention factor of the checkpoint's full-attention layers.
         seed: Seeds requests that bring no seed of their own; None draws one.
@@ -112,10 +112,21 @@ class EngineConfig:
         Raises:
             ConfigError: Names the field, the value and what is accepted.
         """
-        for name, accepted in (("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "float32", "bfloat16"))):
+        for name, accepted in (
+            ("device", ("auto", "cpu", "cuda")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+        ):
             if getattr(self, name) not in accepted:
-                raise ConfigError(f"{name} must be one of {', '.join(accepted)}, found {getattr(self, name)!r}")
-        for name in ("max_model_len", "max_num_seqs", "prefill_chunk_size", "kv_block_size", "kv_cache_memory_bytes"):
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(accepted)}, found {getattr(self, name)!r}"
+                )
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "prefill_chunk_size",
+            "kv_block_size",
+            "kv_cache_memory_bytes",
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a positive whole number, found {value!r}")

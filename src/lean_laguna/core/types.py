@@ -27,7 +27,7 @@ class SamplingParams:
         top_p: In (0, 1]; keep the smallest set of tokens whose probability reaches it.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         min_p: In [0, 1]; drop tokens below this share of the most probable one.
-        repetition_penalty: Above 0; divides (or, below zero, multiplies) logits of tokens seen in prompt or output.
+        repetition_penalty: Above 0; divides (or, below zero, multiplies) logits of tokens seen so far.
         presence_penalty: In [-2, 2]; subtracted once from logits of tokens seen in the output.
         frequency_penalty: In [-2, 2]; subtracted per occurrence in the output.
         logit_bias: Token id to a bias in [-100, 100] added to its logit.
@@ -77,7 +77,14 @@ class SamplingParams:
             object.__setattr__(self, "bad_words", (self.bad_words,))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise RequestError(f"{name} must be a finite number, found {value!r}", param=name)
@@ -97,7 +104,9 @@ class SamplingParams:
         self._check("min_tokens", self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None:
             self._check("max_tokens", self.max_tokens >= 1, "at least 1")
-            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
+            self._check(
+                "min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})"
+            )
         if self.seed is not None:
             self._check("seed", 0 <= self.seed <= MAX_SEED, "in 0 .. 2**64 - 1")
         for name in ("logprobs", "prompt_logprobs"):
@@ -106,7 +115,9 @@ class SamplingParams:
                 self._check(name, 0 <= value <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
-                raise RequestError(f"{name} must hold non-empty texts, found {getattr(self, name)!r}", param=name)
+                raise RequestError(
+                    f"{name} must hold non-empty texts, found {getattr(self, name)!r}", param=name
+                )
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, int) or not -100 <= bias <= 100:
                 raise RequestError(
@@ -158,7 +169,7 @@ class SpeculationStats:
         num_drafts: Verification steps that carried at least one draft token.
         num_draft_tokens: Draft tokens sent to verification.
         num_accepted_tokens: Draft tokens accepted.
-        num_accepted_tokens_per_pos: Entry i counts steps that accepted draft i (0-based), and so all before it.
+        num_accepted_tokens_per_pos: Entry i counts steps that accepted draft i (0-based) and all before.
         num_steps: Decode steps of the target, with or without drafts.
     """
 
@@ -181,7 +192,11 @@ class SpeculationStats:
     @property
     def draft_acceptance_rate_per_pos(self) -> tuple[float, ...]:
         """Unconditional acceptance of each position: accepted there / drafts."""
-        return tuple(count / self.num_drafts for count in self.num_accepted_tokens_per_pos) if self.num_drafts else ()
+        return (
+            tuple(count / self.num_drafts for count in self.num_accepted_tokens_per_pos)
+            if self.num_drafts
+            else ()
+        )
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         """Add counts, position by position."""

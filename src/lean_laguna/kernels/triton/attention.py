@@ -296,6 +296,20 @@ def attend(
         PDL=launch.pdl,
         **launch.options(4),
     )
+    _combine(qkv, out, rows, workspace, shape, launch, (near, far, splits))
+
+
+def _combine(
+    qkv: Tensor,
+    out: Tensor,
+    rows: Rows,
+    workspace: tuple[Tensor, Tensor],
+    shape: AttentionShape,
+    launch: Launch,
+    split: tuple[int, int, int],
+) -> None:
+    """Add up the partial sums of each row in chunk order, and apply the gate."""
+    programs, (near, far, splits) = launch.attention_programs, split
     combine_kernel[(programs,)](
         qkv,
         out,

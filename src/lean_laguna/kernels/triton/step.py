@@ -175,6 +175,21 @@ def run_layer(
         gate_up(hidden, mlp.norm, mlp.gate_up, act, n, eps, tiles.dense_gate_up, launch)
         project(act, mlp.down, hidden, n, tiles.dense_down, launch, residual=hidden, tap=tap)
         return
+    _run_experts(mlp, n, scratch, tiles, launch, eps, tap, (ahead, ahead_programs))
+
+
+def _run_experts(
+    mlp: SparseWeights,
+    n: Tensor,
+    scratch: Scratch,
+    tiles: Tiles,
+    launch: Launch,
+    eps: float,
+    tap: Tensor | None,
+    next_weight: tuple[Tensor | None, int],
+) -> None:
+    """Run a mixture of experts with its router and shared expert on ``scratch.hidden``, in place."""
+    hidden, (ahead, ahead_programs) = scratch.hidden, next_weight
     act, scores = rows_of(scratch.act, mlp.shared_down.shape[1]), rows_of(scratch.scores, mlp.bias.shape[0])
     gate_up(
         hidden,
