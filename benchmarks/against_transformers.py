@@ -1,12 +1,12 @@
-"""Our decode without a drafter beside ``transformers`` generate: same weights, float32, same threads, one run.
+"""Our decode without a drafter beside ``transformers`` generate: same weights, float32, one run.
 
     python benchmarks/against_transformers.py --out results/against_transformers.json
 
 Both sides greedily extend the same prompts by the same number of tokens. Repeats are interleaved A B B A
-after a warm-up. Decode speed is (tokens - 1) / (time of the last token - time of the first), so prefill counts for
-neither side; the first token's time comes from a streamer on the ``transformers`` side and from the engine's
-clock on ours. Each side gets 1 thread or 2, whichever suits it better. Outputs are compared token by token; a
-difference is reported with the reference's top-2 margin there.
+after a warm-up. Decode speed is (tokens - 1) / (time of the last token - time of the first), so prefill
+counts for neither side; the first token's time comes from a streamer on the ``transformers`` side and from
+the engine's clock on ours. Each side gets 1 thread or 2, whichever suits it better. Outputs are compared
+token by token; a difference is reported with the reference's top-2 margin there.
 """
 
 from __future__ import annotations
