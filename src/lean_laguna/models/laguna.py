@@ -95,7 +95,8 @@ class LagunaForCausalLM(nn.Module):
             self._place.append((group, counts[group]))
             counts[group] += 1
         self._groups = self.kv_groups()
-        self._tile_pass: TilePass | None = None
+        # By number of threads: which products keep their rows' bits is known for that number only.
+        self._tile_passes: dict[int, TilePass | None] = {}
         self._is_packed = False
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -153,13 +154,25 @@ class LagunaForCausalLM(nn.Module):
         residual = F.embedding(ids, self.model.embed_tokens.weight)
         is_tile = residual.shape[0] == dispatch.ROW_TILE and len(batch.spans) == 1
         is_kept = all(step is None or step.plan.kept_rows is None for step in steps)
-        if self._tile_pass is not None and is_tile and is_kept and kv_cache.dtype == residual.dtype:
-            taps = self._tile_pass.run(residual, kv_cache, self._place, steps, tap_layer_ids)
+        is_plain = is_tile and is_kept and kv_cache.dtype == residual.dtype
+        tile_pass = self._tile_pass() if is_plain else None
+        if tile_pass is not None:
+            taps = tile_pass.run(residual, kv_cache, self._place, steps, tap_layer_ids)
         else:
             taps = self._run_layers(residual, kv_cache, steps, tap_layer_ids)
         hidden = self.model.norm(residual)[:num_rows]
         aux = torch.stack([taps[i][:num_rows] for i in tap_layer_ids], dim=1) if tap_layer_ids else None
         return TargetOutput(hidden, aux)
+
+    def _tile_pass(self) -> TilePass | None:
+        """Return the prepared pass for the present number of threads, or None where there is none."""
+        threads = torch.get_num_threads()
+        if threads not in self._tile_passes:
+            layers = self.layers
+            with torch.inference_mode(False), torch.no_grad():
+                fits = TilePass.fits(self.config, layers)
+                self._tile_passes[threads] = TilePass(self.config, layers) if fits else None
+        return self._tile_passes[threads]
 
     def _run_layers(
         self,
@@ -248,15 +261,13 @@ class LagunaForCausalLM(nn.Module):
                 layer.pack(True)
             if not self.config.tie_word_embeddings:
                 pack_rows([self.lm_head.weight])
-            layers = self.layers
-            self._tile_pass = TilePass(self.config, layers) if TilePass.fits(self.config, layers) else None
         self._is_packed = True
 
     def unpack(self) -> None:
         """Forget the served path's layout; the next ``forward`` makes it anew."""
         for layer in self.layers:
             layer.pack(False)
-        self._tile_pass = None
+        self._tile_passes.clear()
         self._is_packed = False
 
     def load_state_dict(

@@ -82,6 +82,17 @@ def test_serving_under_inference_mode_leaves_weights_that_train(tiny_config):
         target.layers[1].mlp.experts.gate_up_proj.sub_(target.layers[1].mlp.experts.gate_up_proj.grad)
 
 
+def test_each_number_of_threads_has_its_own_prepared_pass(tiny_target):
+    ids, before = random_ids(12), torch.get_num_threads()
+    expected, _ = run_alone(tiny_target, ids, [12])
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            assert_close(run_alone(tiny_target, ids, [1] * 12)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_weights_loaded_moved_and_copied_after_serving_are_served(tiny_config, tiny_target):
     ids = random_ids(20)
     expected, _ = run_alone(tiny_target, ids, [20])
