@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Before anything imports Triton, which reads it once: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tests.support.targets import laguna_json, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
