@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lean_laguna.bench.rounds import Plan
 from lean_laguna.core.errors import DataError
+from lean_laguna.core.files import parse_json
 from lean_laguna.core.memory import peak_rss_bytes
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
@@ -74,8 +74,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
         DataError: The file is missing, not a result file, or of another schema version.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a result file: {error}") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:

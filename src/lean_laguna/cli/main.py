@@ -5,6 +5,7 @@ Commands are imported when they are called for, so that help and mistakes answer
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -39,6 +40,7 @@ example: lean-laguna generate 'def fib(n):' --show-drafts
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     try:
         return _run(words)
     except LeanLagunaError as error:
@@ -48,9 +50,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{PROG}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()  # whoever read it has enough
         return BROKEN_PIPE
+    except OSError as error:  # a full disk, a folder that vanished: the machine's, not a fault of ours
+        print(f"{PROG}: error: {_one_line(str(error))}", file=sys.stderr)
+        _give_up_output()
+        return USER_ERROR
+
+
+def _open_missing_streams() -> None:
+    """Stand in for standard streams that the caller has closed, which Python gives as None."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open as long as the process)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _give_up_output() -> None:
+    """Send what is left to nowhere, or Python complains once more when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:

@@ -111,7 +111,7 @@ def write_files(args: argparse.Namespace, content: dict[str, Any], terminal: Ter
     """Write the result file, the page and the chart that were asked for."""
     from lean_laguna.bench import report
 
-    if args.out:
+    if args.out is not None:
         atomic_write_json(args.out, content)
         terminal.note(f"result: {args.out}")
     if args.html:

@@ -6,12 +6,15 @@ Model architectures are described in ``model_config`` and ``drafter_config``.
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lean_laguna.core.errors import ConfigError, reject_unknown
+from lean_laguna.core.files import parse_json
+from lean_laguna.core.json_fields import is_finite_number
+from lean_laguna.core.types import MAX_SEED
 
 SpeculativeMethod = Literal["dflash"]
 DraftLength = int | Literal["auto"]
@@ -59,9 +62,11 @@ class SpeculativeConfig:
             return given
         if isinstance(given, str):
             try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"speculative config: not valid JSON ({error}); found {given!r}") from None
+                given = parse_json(given)
+            except ValueError as error:
+                raise ConfigError(
+                    f"speculative config: not valid JSON ({error}); found {given!r:.200}"
+                ) from None
         if not isinstance(given, Mapping):
             raise ConfigError(
                 'speculative config: must be a JSON object such as {"model": "nano-dflash", '
@@ -130,6 +135,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a positive whole number, found {value!r}")
+        if not isinstance(self.model, str | os.PathLike):
+            raise ConfigError(f"model must be a folder or a name, found {self.model!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be true or false, found {self.enable_prefix_caching!r}"
+            )
+        factor, seed = self.attention_factor, self.seed
+        if factor is not None and not (is_finite_number(factor) and factor > 0):
+            raise ConfigError(f"attention_factor must be a finite number above 0, found {factor!r}")
+        if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
+            raise ConfigError(f"seed must be a whole number in 0 .. 2**64 - 1, found {seed!r}")
         if self.prefill_chunk_size % self.kv_block_size:
             raise ConfigError(
                 f"prefill_chunk_size ({self.prefill_chunk_size}) must be a multiple of kv_block_size "

@@ -5,14 +5,14 @@ What the fields mean is ``model_config``'s business.
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.core.files import parse_json
+from lean_laguna.core.json_fields import count_limit, is_count, is_finite_number, largest_count
 
 LayerType = Literal["full_attention", "sliding_attention"]
 MlpType = Literal["dense", "sparse"]
@@ -41,9 +41,14 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mlp_bias", (False, None), "biases in the feed-forward layers"),
     ("swa_attention_sink_enabled", (False, None), "attention sinks"),
     ("attention_sink_enabled", (False, None), "attention sinks"),
+    ("use_attention_sinks", (False, None), "attention sinks"),
+    ("attention_sinks", (False, None), "attention sinks"),
     ("moe_apply_router_weight_on_input", (False, None), "router weights applied to the experts' input"),
     ("moe_router_use_sigmoid", (True, None), "a router without sigmoid scores"),
     ("moe_router_score_func", ("sigmoid", None), "a router with another score function"),
+    ("scoring_func", ("sigmoid", None), "a router with another score function"),
+    ("n_group", (1, 0, None), "a router that picks experts by group"),
+    ("topk_group", (1, 0, None), "a router that picks experts by group"),
     ("qk_norm_type", ("rmsnorm", None), "another normalisation of queries and keys"),
     ("hidden_act", ("silu", None), "another activation"),
     ("rope_style", ("rotate-half", None), "another rotary layout"),
@@ -85,12 +90,12 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     """
     file = config_path(path)
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{file}: not found; a checkpoint folder holds config.json and *.safetensors"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(given, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, found {type(given).__name__}")
@@ -110,6 +115,8 @@ class ConfigReader:
     def refuse_other_architectures(self) -> None:
         """Raise for a drafter, for another family, and for what this engine does not run."""
         names = self.given.get("architectures") or []
+        if not isinstance(names, list):
+            raise self.fail("architectures", names, "a list of names")
         kind = self.given.get("model_type")
         words = " ".join([str(kind), *map(str, names)]).lower()
         if "dflash" in words or "dspark" in words or "dflash_config" in self.given:
@@ -144,8 +151,10 @@ class ConfigReader:
                     f"{self.where}: '{field}' is missing; it must be a whole number from {minimum}"
                 )
             return default
-        if isinstance(found, bool) or not isinstance(found, int) or found < minimum:
-            raise self.fail(field, found, f"a whole number from {minimum}")
+        if not is_count(found, minimum, largest_count(field)):
+            raise self.fail(
+                field, found, f"a whole number from {minimum}" + count_limit(found, largest_count(field))
+            )
         return found
 
     def number(self, field: str, default: float) -> float:
@@ -153,12 +162,7 @@ class ConfigReader:
         found = self.given.get(field)
         if found is None:
             return default
-        if (
-            isinstance(found, bool)
-            or not isinstance(found, int | float)
-            or not math.isfinite(found)
-            or found < 0
-        ):
+        if not is_finite_number(found) or found < 0:
             raise self.fail(field, found, "a finite number from 0")
         return float(found)
 
@@ -180,7 +184,7 @@ class ConfigReader:
         """Read token ids, given as one or as a list."""
         found = self.given.get(field)
         values = [] if found is None else found if isinstance(found, list) else [found]
-        if any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in values):
+        if not all(is_count(value, 0) for value in values):
             raise self.fail(field, found, "a token id, a list of token ids or null")
         return tuple(values)
 
@@ -203,7 +207,7 @@ class ConfigReader:
         found = self.per_layer("num_attention_heads_per_layer", num_layers)
         if found is None:
             return (self.count("num_attention_heads"),) * num_layers
-        if any(isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 for heads in found):
+        if not all(is_count(heads, 1) for heads in found):
             raise self.fail("num_attention_heads_per_layer", found, "a list of head counts from 1")
         return tuple(found)
 
@@ -211,7 +215,7 @@ class ConfigReader:
         """Read the attention of each layer; without the key all are full."""
         found = self.per_layer("layer_types", num_layers) or ["full_attention"] * num_layers
         for i, kind in enumerate(found):
-            if kind not in _LAYER_TYPES:
+            if not isinstance(kind, str) or kind not in _LAYER_TYPES:
                 raise self.fail(f"layer_types[{i}]", kind, "'full_attention' or 'sliding_attention'")
         return tuple(_LAYER_TYPES[kind] for kind in found)  # type: ignore[misc]
 

@@ -6,7 +6,6 @@ Source: vLLM 0.33 laguna_dflash.py, z-lab dflash 0.1.0 model.py, speculators 0.9
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lean_laguna.core.drafter_formats import parse_laguna, parse_speculators, parse_zlab
 from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.core.files import parse_json
 from lean_laguna.core.json_fields import Fields
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ class DFlashConfig:
         """
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
-            given = json.loads(file.read_text(encoding="utf-8"))
+            given = parse_json(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{file}: no such file; a drafter folder holds config.json and safetensors"
             ) from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: not valid JSON ({error})") from None
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{file}: must hold a JSON object, found {type(given).__name__}")

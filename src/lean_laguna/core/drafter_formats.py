@@ -220,11 +220,12 @@ def _laguna_gating(config: Fields) -> str:
         "per-element": "per-element", "per_element": "per-element",
         False: "off", "off": "off", "disabled": "off",
     }  # fmt: skip
-    given = (
-        {config.values.get("gating", True)}
-        if "gating_types" not in config
-        else set(config.get("gating_types"))
-    )
+    found = config.get("gating_types", [config.values.get("gating", True)])
+    if not isinstance(found, list) or not all(isinstance(value, bool | str | None) for value in found):
+        raise config.wrong(
+            "gating_types" if "gating_types" in config else "gating", "per-head, per-element or false"
+        )
+    given = set(found)
     if len(given) != 1:
         raise config.wrong("gating_types", "the same for all layers of a drafter")
     value = given.pop()

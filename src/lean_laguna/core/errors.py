@@ -81,4 +81,4 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], where: str) -> No
     accepted = list(known)
     for key in given:
         if key not in accepted:
-            raise ConfigError(f"{where}: unknown key '{key}'{nearest(key, accepted)}")
+            raise ConfigError(f"{where}: unknown key '{key}'{nearest(str(key), accepted)}")

@@ -78,6 +78,18 @@ def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that others wrote; every way in which it can be unusable is a ``ValueError``.
+
+    Raises:
+        ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a number too long to be one.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Refuse an output path that could not be written, before the work that it is for.
 
@@ -85,12 +97,18 @@ def require_writable(path: str | os.PathLike[str]) -> None:
         ConfigError: The path is a folder, its folder is missing, or it cannot be written to.
     """
     target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
-    if not target.parent.is_dir():
-        raise ConfigError(f"cannot write {target}: the folder {target.parent} does not exist")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"cannot write {target}: no permission to write in {target.parent}")
+    try:
+        if target.is_dir():
+            raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
+        if not target.parent.is_dir():
+            raise ConfigError(f"cannot write {target}: the folder {target.parent} does not exist")
+        # Tried, not asked: permissions say nothing about a read-only or a special file system.
+        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent):
+            pass
+    except PermissionError:
+        raise ConfigError(f"cannot write {target}: no permission to write in {target.parent}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

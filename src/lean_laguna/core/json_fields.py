@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from lean_laguna.core.errors import ConfigError
+
+MAX_COUNT = 2**30
+"""No width, length, count or id of a checkpoint is larger; beyond it matrices cannot even be described."""
+MAX_MODULES = 2**16
+"""No network has more layers, or experts in a layer; building a list of them must end."""
+
+
+def is_count(value: Any, minimum: int, maximum: int = MAX_COUNT) -> TypeGuard[int]:
+    """Return whether a parsed value is a whole number from ``minimum`` to ``maximum``."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def largest_count(field: str) -> int:
+    """Return the largest value that a count of this name may have."""
+    return MAX_MODULES if field in ("num_hidden_layers", "num_experts") else MAX_COUNT
+
+
+def count_limit(value: Any, maximum: int = MAX_COUNT) -> str:
+    """Return the upper limit as words for a message, where it is what ``value`` offends against."""
+    return f", up to {maximum}" if isinstance(value, int) and value > maximum else ""
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a parsed value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return False
 
 
 class Fields:
@@ -38,14 +69,16 @@ class Fields:
             raise ConfigError(
                 f"{self.where}: '{key}' is missing; expected a whole number of at least {minimum}"
             )
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.wrong(key, f"a whole number of at least {minimum}")
+        if not is_count(value, minimum, largest_count(key)):
+            raise self.wrong(
+                key, f"a whole number of at least {minimum}" + count_limit(value, largest_count(key))
+            )
         return value
 
     def number(self, key: str, default: float) -> float:
         """Return a number above zero."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not is_finite_number(value) or not value > 0:
             raise self.wrong(key, "a number above 0")
         return float(value)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.json_fields import is_count, is_finite_number
 
 _DEFAULTS = {
     "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
@@ -107,7 +108,7 @@ class RopeConfig:
         if kind == "default":
             return cls(rope_theta=theta, partial_rotary_factor=partial)
         original = given.get("original_max_position_embeddings")
-        if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        if not is_count(original, 1):
             raise ConfigError(
                 f"{where}: 'original_max_position_embeddings' must be a whole number from 1 for yarn, "
                 f"found {original!r}"
@@ -214,12 +215,7 @@ def _number(given: Mapping[str, Any], name: str, where: str, default: float | No
         if default is None:
             raise ConfigError(f"{where}: '{name}' is missing; it must be a number above 0")
         return default
-    if (
-        isinstance(found, bool)
-        or not isinstance(found, int | float)
-        or not math.isfinite(found)
-        or found <= 0
-    ):
+    if not is_finite_number(found) or found <= 0:
         raise ConfigError(f"{where}: '{name}' must be a number above 0, found {found!r}")
     return float(found)
 

@@ -5,16 +5,17 @@ Source: the field names and defaults of vllm.SamplingParams, vllm.RequestOutput 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lean_laguna.core.errors import RequestError, reject_unknown
+from lean_laguna.core.json_fields import is_finite_number
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+MAX_COMPLETIONS = 16384
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class SamplingParams:
     """How the tokens of one request are chosen; the same with and without a drafter.
 
     Attributes:
-        n: Completions per prompt, at least 1. Completion i > 0 draws from its own random stream.
+        n: Completions per prompt, 1 to 16384. Completion i > 0 draws from its own random stream.
         temperature: At least 0; 0 is greedy, a branch of its own and not a small temperature.
         top_p: In (0, 1]; keep the smallest set of tokens whose probability reaches it.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
@@ -71,10 +72,7 @@ class SamplingParams:
         Raises:
             RequestError: Names the field, the value and the accepted range.
         """
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.bad_words, str):
-            object.__setattr__(self, "bad_words", (self.bad_words,))
+        self._normalise_lists()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         for name in (
@@ -86,14 +84,16 @@ class SamplingParams:
             "frequency_penalty",
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not is_finite_number(value):
                 raise RequestError(f"{name} must be a finite number, found {value!r}", param=name)
         whole = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
         for name in whole:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name not in ("n", "top_k", "min_tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
                 raise RequestError(f"{name} must be a whole number, found {value!r}", param=name)
-        self._check("n", self.n >= 1, "at least 1")
+        self._check("n", 1 <= self.n <= MAX_COMPLETIONS, f"in 1 .. {MAX_COMPLETIONS}")
         self._check("temperature", self.temperature >= 0, "at least 0")
         self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._check("top_k", self.top_k >= 0, "0 or -1 (all tokens) or a positive count")
@@ -118,8 +118,32 @@ class SamplingParams:
                 raise RequestError(
                     f"{name} must hold non-empty texts, found {getattr(self, name)!r}", param=name
                 )
+        self._check_token_ids()
+
+    def _normalise_lists(self) -> None:
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            given = getattr(self, name)
+            if given is None:
+                given = ()
+            elif isinstance(given, str) and name != "stop_token_ids":
+                given = (given,)
+            elif isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+                raise RequestError(f"{name} must be a list, found {given!r:.200}", param=name)
+            object.__setattr__(self, name, tuple(given))
+
+    def _check_token_ids(self) -> None:
+        if any(type(token) is not int or token < 0 for token in self.stop_token_ids):
+            raise RequestError(
+                f"stop_token_ids must hold token ids, found {list(self.stop_token_ids)!r:.200}",
+                param="stop_token_ids",
+            )
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError(
+                f"logit_bias must map token ids to values in [-100, 100], found {self.logit_bias!r:.200}",
+                param="logit_bias",
+            )
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(token, int) or not -100 <= bias <= 100:
+            if type(token) is not int or not is_finite_number(bias) or not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias must map token ids to values in [-100, 100], found {{{token!r}: {bias!r}}}",
                     param="logit_bias",

@@ -130,7 +130,14 @@ class Intake:
             )
 
     def _check_draft_length(self, num_speculative_tokens: int | None) -> None:
-        if not num_speculative_tokens:
+        if num_speculative_tokens is None:
+            return
+        if type(num_speculative_tokens) is not int or num_speculative_tokens < 0:
+            raise RequestError(
+                f"num_speculative_tokens must be a whole number from 0, found {num_speculative_tokens!r}",
+                param="num_speculative_tokens",
+            )
+        if num_speculative_tokens == 0:
             return
         limit = self._max_draft_tokens
         if limit is None:
@@ -138,7 +145,7 @@ class Intake:
                 f"num_speculative_tokens is {num_speculative_tokens}, but no drafter is loaded; only 0 works",
                 param="num_speculative_tokens",
             )
-        if not 0 <= num_speculative_tokens <= limit:
+        if num_speculative_tokens > limit:
             raise RequestError(
                 f"num_speculative_tokens must be 0 to {limit} for this drafter, "
                 f"found {num_speculative_tokens}",

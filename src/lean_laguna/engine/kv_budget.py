@@ -114,7 +114,7 @@ def kv_cache_for(
     """Plan and allocate the KV cache of an engine.
 
     Raises:
-        ConfigError: Not one full-length sequence fits.
+        ConfigError: Not one full-length sequence fits, or the memory asked for is not there.
     """
     given = config.kv_cache_memory_bytes
     budget = plan_kv_blocks(
@@ -128,7 +128,14 @@ def kv_cache_for(
         budget_bytes=given if given is not None else free_memory_bytes(device) // FREE_MEMORY_SHARE,
         is_budget_given=given is not None,
     )
-    return KVCache(groups, budget.num_blocks, config.kv_block_size, dtype, device), budget
+    try:
+        cache = KVCache(groups, budget.num_blocks, config.kv_block_size, dtype, device)
+    except (RuntimeError, TypeError):  # out of memory, or more than a tensor can be
+        raise ConfigError(
+            f"the KV cache needs {budget.total_bytes} bytes, more than this machine can give; ask for less "
+            f"with kv_cache_memory_bytes (free now: {free_memory_bytes(device)})"
+        ) from None
+    return cache, budget
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,10 @@ class LLM:
         Raises:
             RequestError: The template refuses the messages, or a prompt cannot be served.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(
+                f"messages must be a list of objects with a 'role', found {messages!r:.200}", param="messages"
+            )
         conversations: Sequence[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
@@ -209,7 +213,12 @@ class LLM:
         elif isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(read)
         else:
-            params = list(sampling_params)
+            params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling_params must be SamplingParams, found {one!r:.200}", param="sampling_params"
+                )
         if len(params) != len(read):
             raise RequestError(
                 f"{len(params)} sampling parameters for {len(read)} prompts; give one, or one each",
@@ -263,6 +272,11 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts as a list; a text, a mapping or a list of token ids is one prompt."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts must be a prompt or a list of them, found {prompts!r:.200}", param="prompt"
+        )
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed

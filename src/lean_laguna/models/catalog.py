@@ -18,6 +18,7 @@ from lean_laguna.core.errors import CheckpointError, nearest
 Role = Literal["target", "drafter"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_MODEL = "nano"
+_LONGEST_NAME = 1024
 _REPO_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -65,6 +66,10 @@ def resolve_model(name: str | os.PathLike[str]) -> Path:
                 f"model '{text}' is part of the package but its folder {folder} is not; reinstall it"
             )
         return folder
+    if len(os.fsencode(text)) > _LONGEST_NAME or "\0" in text:
+        raise CheckpointError(
+            f"no model has the name {text[:60]!r}...: it is too long or holds a null character"
+        )
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

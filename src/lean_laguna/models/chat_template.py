@@ -89,14 +89,14 @@ class ChatTemplate:
         """Read a checkpoint's template: ``chat_template.jinja``, else the one in ``tokenizer_config.json``.
 
         Raises:
-            CheckpointError: There is none, or it does not compile.
+            CheckpointError: There is none, it cannot be read, or it does not compile.
         """
         folder = Path(path)
         config_file = folder / "tokenizer_config.json"
         config = read_json_object(config_file) if config_file.is_file() else {}
         file = folder / TEMPLATE_FILE
         if file.is_file():
-            source, where = file.read_text(encoding="utf-8"), str(file)
+            source, where = _read_text(file), str(file)
         else:
             source, where = _embedded_template(config, config_file), f"{config_file}, 'chat_template'"
         return cls(
@@ -125,7 +125,11 @@ class ChatTemplate:
         Raises:
             RequestError: The template refuses the conversation, or cannot render it.
         """
-        if isinstance(messages, str) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        if (
+            not isinstance(messages, Sequence)
+            or isinstance(messages, str)
+            or not all(isinstance(m, Mapping) and "role" in m for m in messages)
+        ):
             raise RequestError("messages must be a list of objects with a 'role'", param="messages")
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
@@ -142,7 +146,7 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             IndexError,
-            OverflowError,
+            ArithmeticError,
             RecursionError,
         ) as error:
             # What a template's own expressions raise on messages of a shape it did not expect.
@@ -210,6 +214,13 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as UTF-8 text: {error}") from None
 
 
 def _embedded_template(config: Mapping[str, Any], config_file: Path) -> str:

@@ -6,13 +6,13 @@ not know are none of its business and are passed over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import CheckpointError
+from lean_laguna.core.files import parse_json
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -94,8 +94,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, is not JSON, or holds something else.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, found a {type(value).__name__}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lean_laguna.core.errors import CheckpointError
+from lean_laguna.core.files import parse_json
 
 _INDEX = "model.safetensors.index.json"
 
@@ -90,7 +90,7 @@ class CheckpointReader:
         if not index.exists():
             return {}
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
             promised = {str(name): self.path / str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: cannot be read as a weight index: {error!r}") from None
@@ -129,7 +129,7 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
         )
     header: Any = None
     with contextlib.suppress(ValueError):
-        header = json.loads(raw)
+        header = parse_json(raw)
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import parse_json
 
 
 def save_profile(profile: Mapping[str, Any], path: Path) -> None:
@@ -28,7 +29,7 @@ def load_profile(path: Path) -> dict[str, Any]:
         ConfigError: There is no such file, or it holds no JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"draft-length profile {path}: cannot be read ({error})") from None
     if not isinstance(found, dict):

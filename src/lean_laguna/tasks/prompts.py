@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from lean_laguna.core.errors import DataError, nearest
-from lean_laguna.core.files import sha256_text
+from lean_laguna.core.files import parse_json, sha256_text
 
 BUILT_IN_SETS = ("mixed", "trivial")
 
@@ -106,8 +106,8 @@ def _parse_lines(text: str, where: str) -> tuple[Prompt, ...]:
 
 def _parse_line(line: str, number: int, where: str) -> Prompt:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
         raise DataError(f"{where}: must be an object with a text under 'prompt'")

@@ -1,3 +1,4 @@
+import sys
 import types
 
 import pytest
@@ -81,3 +82,20 @@ def test_wrong_words_name_what_was_found_and_what_would_be_right(words, message,
 def test_no_command_shows_the_help_and_is_a_mistake(capsys):
     assert main([]) == 2
     assert "usage:" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line_and_status_2(command, capsys):
+    def run(args):
+        raise OSError(28, "No space left on device")
+
+    command.run = run
+    assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err == "lean-laguna: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_standard_stream_is_stood_in_for(command, monkeypatch, name):
+    monkeypatch.setattr(sys, name, None)
+    command.run = lambda args: 0 if getattr(sys, name).isatty() is False else 1
+    assert main(["generate", "x"]) == 0
+    getattr(sys, name).close()

@@ -348,3 +348,12 @@ def test_a_file_that_is_no_config_is_named(tmp_path):
         DFlashConfig.from_file(tmp_path)
     file.write_text(json.dumps(laguna_json()))
     assert DFlashConfig.from_file(tmp_path) == DFlashConfig.from_file(file)
+
+
+@pytest.mark.parametrize("field", ["gating", "gating_types"])
+@pytest.mark.parametrize("value", [[[]], {}, 5])
+def test_a_gate_of_no_known_spelling_is_named(field, value):
+    if field == "gating" and value == 5:
+        value = [5]
+    with pytest.raises(ConfigError, match=f"'{field}'"):
+        DFlashConfig.from_dict(laguna_json() | {field: value}, "config.json")

@@ -8,6 +8,7 @@ from lean_laguna.core.files import (
     atomic_write_json,
     atomic_write_text,
     atomic_writer,
+    parse_json,
     require_writable,
     sha256_file,
     sha256_text,
@@ -63,3 +64,14 @@ def test_hashes_are_those_of_the_bytes(tmp_path):
     (tmp_path / "a").write_bytes(data)
     assert sha256_file(tmp_path / "a") == hashlib.sha256(data).hexdigest()
     assert sha256_text("é") == hashlib.sha256("é".encode()).hexdigest()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}", b"\xff"])
+def test_json_of_others_fails_in_one_way_only(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+def test_a_folder_where_no_file_can_be_made_is_refused_before_the_work():
+    with pytest.raises(ConfigError, match=r"cannot write /proc/result\.json"):
+        require_writable("/proc/result.json")

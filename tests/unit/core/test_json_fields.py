@@ -1,7 +1,7 @@
 import pytest
 
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.json_fields import Fields
+from lean_laguna.core.json_fields import Fields, is_count, is_finite_number
 
 
 @pytest.mark.parametrize("found", [0, -1, 1.0, "3", True])
@@ -38,3 +38,15 @@ def test_ids_are_a_list_of_whole_numbers(found):
 def test_a_number_is_above_zero(found):
     with pytest.raises(ConfigError, match="'eps' must be a number above 0"):
         Fields({"eps": found}, "a.json").number("eps", 1.0)
+
+
+@pytest.mark.parametrize("value", [10**30, 2**31, 10**400, -1, True, 1.0, "1", None, [1]])
+def test_a_count_is_a_whole_number_that_a_tensor_can_have(value):
+    assert not is_count(value, 0)
+
+
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), True, "1", None, []])
+def test_a_finite_number_is_one_that_a_float_can_hold(value):
+    assert not is_finite_number(value)
+    assert is_finite_number(1)
+    assert is_finite_number(-0.5)

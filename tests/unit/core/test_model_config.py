@@ -256,3 +256,24 @@ def test_broken_files_are_named(tmp_path, text, message):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=f"config.json: {message}"):
         LagunaConfig.from_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 10**30),
+        ("hidden_size", 10**400),
+        ("num_hidden_layers", 2**29),
+        ("num_experts", 2**29),
+        ("max_position_embeddings", 10**30),
+        ("eos_token_id", 10**30),
+        ("rms_norm_eps", 10**400),
+        ("architectures", 5),
+        ("scoring_func", "softmax"),
+        ("use_attention_sinks", True),
+        ("n_group", 4),
+    ],
+)
+def test_a_value_that_nothing_could_be_built_from_is_named(field, value):
+    with pytest.raises(ConfigError, match=f"'{field}'"):
+        LagunaConfig.from_dict(laguna_json() | {field: value}, "config.json")

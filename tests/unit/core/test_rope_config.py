@@ -120,3 +120,10 @@ def test_wrong_parameters_are_named(given, message):
 def test_wrong_shapes_of_the_whole_are_named(config, message):
     with pytest.raises(ConfigError, match=message):
         read_ropes(config, "config.json", True)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "factor", "original_max_position_embeddings", "beta_fast"])
+def test_a_number_beyond_any_float_is_named(field):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    with pytest.raises(ConfigError, match=f"'{field}'"):
+        RopeConfig.from_dict(yarn | {field: 10**400}, "config.json")

@@ -97,7 +97,7 @@ def test_prompts_come_in_any_shape(drafting):
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
-        (5, TypeError, "int"),
+        (5, RequestError, "prompts must be a prompt"),
         ([1.5], RequestError, "a prompt must be a text"),
         ({}, RequestError, "a prompt must be a text"),
         ({"promt": "x"}, ConfigError, "unknown key 'promt'; did you mean 'prompt'"),
@@ -213,3 +213,50 @@ def test_chat_renders_the_checkpoints_template(llm):
 def test_chat_without_a_template_is_refused(drafting):
     with pytest.raises(CheckpointError):
         drafting.chat([{"role": "user", "content": "Hi"}], PARAMS)
+
+
+@pytest.mark.parametrize("prompts", [5, None, [None], [[1.5]]])
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(RequestError, match="must be a"):
+        llm.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize("params", [5, {"n": 1}, [None]])
+def test_what_are_no_sampling_parameters_is_refused(llm, params):
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        llm.generate("a", params)
+
+
+@pytest.mark.parametrize("length", ["auto", -1, 1.0, True])
+def test_a_draft_length_that_is_no_count_is_refused(llm, length):
+    with pytest.raises(RequestError, match="num_speculative_tokens must be a whole number"):
+        llm.generate("a", PARAMS, num_speculative_tokens=length)
+
+
+@pytest.mark.parametrize("messages", [5, None, "hi", [5]])
+def test_what_are_no_messages_is_refused(llm, messages):
+    (llm.folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    with pytest.raises(RequestError, match="must be a list"):
+        llm.chat(messages, PARAMS)
+
+
+@pytest.mark.parametrize("num_bytes", [10**15, 10**30])
+def test_more_kv_cache_than_the_machine_has_is_refused(folders, num_bytes):
+    with pytest.raises(ConfigError, match="the KV cache needs"):
+        LLM(str(folders / "target"), kv_cache_memory_bytes=num_bytes, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", None),
+        ("seed", "x"),
+        ("seed", -1),
+        ("attention_factor", float("inf")),
+        ("attention_factor", "x"),
+        ("enable_prefix_caching", "no"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        LLM(**{name: value})

@@ -89,3 +89,9 @@ def test_a_name_that_means_nothing_says_what_would(hub, name, message):
 def test_published_targets_know_their_drafter():
     assert default_drafter("poolside/Laguna-XS-2.1@main") == "poolside/Laguna-XS-2.1-DFlash"
     assert default_drafter("/some/folder") is None
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(CheckpointError, match="no model has the name"):
+        resolve_model(name)

@@ -162,3 +162,14 @@ def test_a_turn_end_that_is_no_token_is_refused():
     other = Tokenizer(tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(CheckpointError, match="</assistant>, which is not a token"):
         check_role_tokens(template("later"), other, "here")
+
+
+def test_a_template_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read as UTF-8 text"):
+        ChatTemplate.from_dir(tmp_path)
+
+
+def test_arithmetic_that_fails_in_a_template_is_the_templates_fault():
+    with pytest.raises(RequestError, match="failed on the messages"):
+        ChatTemplate("{{ 1 / 0 }}").render([USER])
