@@ -51,7 +51,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     from lean_laguna.bench.rounds import Plan
 
     for name in ("out", "html", "svg"):
-        if getattr(args, name, None):
+        if getattr(args, name, None) is not None:
             require_writable(getattr(args, name))
     given = given_sampling(args)
     seed = given.pop("seed", 0)

@@ -99,3 +99,9 @@ def test_a_closed_standard_stream_is_stood_in_for(command, monkeypatch, name):
     command.run = lambda args: 0 if getattr(sys, name).isatty() is False else 1
     assert main(["generate", "x"]) == 0
     getattr(sys, name).close()
+
+
+@pytest.mark.parametrize("flag", ["--out", "--html"])
+def test_an_empty_output_path_is_refused_before_the_work(flag, capsys):
+    assert main(["bench", flag, ""]) == 2
+    assert "it is a folder; give a file name" in capsys.readouterr().err
