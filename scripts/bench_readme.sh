@@ -7,7 +7,7 @@ bin=${1:-.venv/bin}
 out=results
 mkdir -p "$out"
 "$bin/lean-laguna" bench --num-speculative-tokens 7 --out "$out/bench_greedy.json" --html "$out/bench_greedy.html"
-"$bin/lean-laguna" bench --num-speculative-tokens 7 --temperature 0.8 --seed 1 --repeats 2 --out "$out/bench_t08.json"
+"$bin/lean-laguna" bench --num-speculative-tokens auto --temperature 0.8 --seed 1 --repeats 2 --out "$out/bench_t08.json"
 "$bin/lean-laguna" sweep --num-prompts 7 --out "$out/sweep.json" --svg "$out/sweep.svg"
 "$bin/lean-laguna" parity --draft-lengths 1,3,7,15 --out "$out/parity_greedy.json"
 "$bin/lean-laguna" parity --draft-lengths 1,3,7,15 --temperature 0.8 --seed 1 --out "$out/parity_t08.json"
