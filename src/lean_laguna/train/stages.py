@@ -36,6 +36,7 @@ from lean_laguna.train.target import score_target, train_target
 
 FINAL_EVALUATION_S = 30.0  # kept back from the budget for the last evaluation and for files
 CPU_ROWS = 4  # sequences at once in an evaluation without a GPU
+SAMPLE_LINES = 12
 Report = Callable[[str], None]
 
 
@@ -230,14 +231,16 @@ def _training_text(
 
 
 def _report_sample(text: Generated, data: Path, kind: str, report: Report) -> None:
-    """Show how the first sequence goes on."""
+    """Show how the first sequence goes on, a few lines of it."""
     tokenizer = Tokenizer.from_file(str(data / "tokenizer" / "tokenizer.json"))
     prefix = int(text.prefix_lengths[0])
     begin, rest = (
         tokenizer.decode(part.tolist(), skip_special_tokens=False)
         for part in (text.tokens[0, :prefix], text.tokens[0, prefix:])
     )
-    report(f"--- {kind} text after {begin[-60:]!r}:\n{rest}")
+    lines = rest.splitlines()
+    shown = "\n".join(lines[:SAMPLE_LINES] + ["..."] * (len(lines) > SAMPLE_LINES))
+    report(f"--- {kind} text after {begin[-60:]!r}:\n{shown}")
 
 
 def _rows(device: torch.device) -> int:
