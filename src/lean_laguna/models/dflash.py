@@ -228,10 +228,12 @@ class DFlashDrafter(nn.Module):
         """Lay weights out for the served path, in place; names, shapes and values stay."""
         if self._is_packed:
             return
-        for layer in self._draft_layers():
-            layer.pack(True)
-        if self.lm_head is not None:
-            pack_rows([cast(nn.Parameter, self.lm_head.weight)])
+        # Not under inference mode, whose tensors could never be trained on.
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._draft_layers():
+                layer.pack(True)
+            if self.lm_head is not None:
+                pack_rows([cast(nn.Parameter, self.lm_head.weight)])
         self._is_packed = True
 
     def unpack(self) -> None:

@@ -2,6 +2,7 @@ import itertools
 import json
 
 import pytest
+import torch
 
 import lean_laguna
 from lean_laguna import LLM, SamplingParams
@@ -260,3 +261,15 @@ def test_more_kv_cache_than_the_machine_has_is_refused(folders, num_bytes):
 def test_an_option_of_the_wrong_kind_is_named(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be"):
         LLM(**{name: value})
+
+
+def test_models_can_be_trained_after_serving(folders):
+    speculative_config = {"model": str(folders / "drafter"), "num_speculative_tokens": 3}
+    served = LLM(str(folders / "target"), speculative_config=speculative_config, **SMALL)
+    served.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=6))
+    served.engine.target.requires_grad_(True)
+    hidden = served.engine.target.forward_dense(torch.tensor([[1, 2, 3, 4]])).hidden_states
+    hidden.square().mean().backward()
+    grads = [parameter.grad for parameter in served.engine.target.parameters() if parameter.grad is not None]
+    assert grads
+    assert all(torch.isfinite(grad).all() for grad in grads)
