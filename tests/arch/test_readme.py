@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +46,47 @@ def test_make_target_exists(target: str) -> None:
 @pytest.mark.parametrize("path", [*RESULTS, *LINKS])
 def test_file_exists(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
+
+
+def _figures() -> list[str]:
+    greedy, sampled = _result("bench_greedy.json"), _result("bench_t08.json")
+    reference, long, sweep = (
+        _result("against_transformers.json"),
+        _result("long_context.json"),
+        _result("sweep.json"),
+    )
+    figures = []
+    for run in (greedy, sampled):
+        drafted = run["sides"]["speculative"]
+        figures += [
+            f"{run['speedup']['median']:.2f}×",
+            f"{run['sides']['baseline']['decode_tok_per_s']['median']:.0f} to "
+            f"{drafted['decode_tok_per_s']['median']:.0f} tok/s",
+            f"mean acceptance length {drafted['spec_decode_acceptance_length']:.2f}",
+            f"distinct 8-grams {100 * drafted['distinct_8gram_share']:.0f} %",
+        ]
+    for name in ("parity_greedy.json", "parity_t08.json"):
+        parity = _result(name)["parity"]
+        figures.append(f"{parity['num_mismatches']} mismatches")
+    medians = [reference["decode_tok_per_s"][side]["median"] for side in ("transformers", "lean_laguna")]
+    figures.append(f"{reference['ratio']:.2f}×, {medians[0]:.0f} against {medians[1]:.0f} tok/s")
+    figures.append(f"{long['prefix']['num_cached_tokens']} tokens from the cache")
+    best = max(sweep["rows"], key=lambda row: row["decode_tok_per_s"]["median"])
+    figures.append(f"best at {best['num_speculative_tokens']}")
+    return figures
+
+
+@pytest.mark.parametrize("figure", _figures())
+def test_figure_is_that_of_the_result_file(figure: str) -> None:
+    assert figure in README
+
+
+def test_results_show_no_mismatch() -> None:
+    names = ("bench_greedy.json", "bench_t08.json", "sweep.json", "parity_greedy.json", "parity_t08.json")
+    for name in names:
+        assert _result(name)["parity"]["num_mismatches"] == 0, name
+    assert all(run["identical"] for run in _result("long_context.json")["long"])
