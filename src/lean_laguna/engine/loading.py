@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -39,6 +40,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def say_what_holds_on(device: torch.device) -> None:
+    """Say on stderr, where it is so, that speculation is exact up to near-ties only.
+
+    On a GPU the library picks its kernel by the number of rows, so a verified row may differ from a decoded
+    one in the last bit; the tiles that rule this out are the CPU's.
+    """
+    if device.type != "cpu":
+        print(
+            "lean-laguna: on a GPU this version runs plain PyTorch, where a near-tie may fall the other way "
+            "with a drafter; outputs equal to the bit are guaranteed on a CPU (device 'cpu')",
+            file=sys.stderr,
+        )
+
+
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     """Load everything that a configuration names.
 
@@ -63,4 +78,5 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
         proposer = DFlashProposer(drafter, target)
+        say_what_holds_on(device)
     return LLMEngine(target, tokenizer, proposer, config), folder

@@ -3,7 +3,7 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import CheckpointError, ConfigError
-from lean_laguna.engine.loading import load_engine, resolve_device, resolve_dtype
+from lean_laguna.engine.loading import load_engine, resolve_device, resolve_dtype, say_what_holds_on
 from support.checkpoints import write_tiny_drafter, write_tiny_target
 
 
@@ -52,3 +52,10 @@ def test_keys_and_values_are_held_in_the_models_number_format(tmp_path, dtype):
     storages = [cache.storage(g, i) for g, group in enumerate(cache.groups) for i in range(group.num_layers)]
     assert engine.kv_bytes == sum(storage.nbytes for storage in storages)
     assert [group.name for group in cache.groups] == ["full", "sliding", "draft_full", "draft_sliding"]
+
+
+def test_a_gpu_is_said_to_be_exact_up_to_near_ties_only(capsys):
+    say_what_holds_on(torch.device("cpu"))
+    assert capsys.readouterr().err == ""
+    say_what_holds_on(torch.device("cuda"))
+    assert "near-tie" in capsys.readouterr().err
