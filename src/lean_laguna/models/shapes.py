@@ -97,8 +97,8 @@ def laguna_shape(name: str) -> LagunaConfig:
     """
     family = _family(name)
     layers = family.num_hidden_layers
-    mlp_layer_types: tuple[MlpType, ...] = ("dense", *("sparse",) * (layers - 1))
-    gating: tuple[Gating, ...] = ("per-head",) * layers
+    mlp_layer_types: list[MlpType] = ["dense" if i == 0 else "sparse" for i in range(layers)]
+    gating: list[Gating] = ["per-head" for _ in range(layers)]
     is_full = [i % 4 == 0 for i in range(layers)]
     return LagunaConfig(
         vocab_size=VOCAB_SIZE,
@@ -110,7 +110,7 @@ def laguna_shape(name: str) -> LagunaConfig:
         layer_types=tuple("full_attention" if full else "sliding_attention" for full in is_full),
         sliding_window=WINDOW,
         intermediate_size=family.dense_size,
-        mlp_layer_types=mlp_layer_types,
+        mlp_layer_types=tuple(mlp_layer_types),
         num_experts=256,
         num_experts_per_tok=family.num_experts_per_tok,
         moe_intermediate_size=family.expert_size,
@@ -118,7 +118,7 @@ def laguna_shape(name: str) -> LagunaConfig:
         moe_routed_scaling_factor=2.5,
         router_logit_softcapping=0.0,
         norm_topk_prob=True,
-        gating=gating,
+        gating=tuple(gating),
         rms_norm_eps=1e-6,
         full_rope=family.full_rope,
         sliding_rope=RopeConfig(10000.0),
