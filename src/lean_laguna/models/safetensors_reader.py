@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.core.files import parse_json
+from lean_laguna.core.safetensors_header import read_header
 
 _INDEX = "model.safetensors.index.json"
 
@@ -34,7 +34,7 @@ class CheckpointReader:
         self._open: dict[Path, Any] = {}
         promised = self._promised_files()
         for file in sorted(set(promised.values())) if promised else self._loose_files():
-            for name, entry in _read_header(file).items():
+            for name, entry in read_header(file).items():
                 if name in self._file_of:
                     raise CheckpointError(f"{file}: tensor '{name}' is also in {self._file_of[name].name}")
                 self._file_of[name], self._headers[name] = file, entry
@@ -112,38 +112,3 @@ class CheckpointReader:
             found = f"found {', '.join(others)}" if others else "found none"
             raise CheckpointError(f"{self.path}: no *.safetensors file; only safetensors are read; {found}")
         return files
-
-
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Parse and check a safetensors header against the file's length."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            raw = stream.read(length) if size >= 8 + length else b""
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    if size < 8 or not raw:
-        raise CheckpointError(
-            f"{file}: truncated or not a safetensors file: {size} bytes, the header alone needs more"
-        )
-    header: Any = None
-    with contextlib.suppress(ValueError):
-        header = parse_json(raw)
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
-    header.pop("__metadata__", None)
-    try:
-        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-        sound = all(
-            isinstance(entry["shape"], list) and isinstance(entry["dtype"], str) for entry in header.values()
-        )
-    except (KeyError, TypeError, IndexError, ValueError):
-        ends, sound = [], False
-    if not sound:
-        raise CheckpointError(f"{file}: not a safetensors file: its header lacks shapes, types or offsets")
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        state = "truncated" if size < expected else "longer than its header says"
-        raise CheckpointError(f"{file}: {state}: found {size} bytes, expected {expected}")
-    return header
