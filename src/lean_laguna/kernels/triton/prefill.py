@@ -1,0 +1,278 @@
+"""Chunked prefill of one sequence on static buffers, on the tensor cores.
+
+A chunk's bits depend on its tokens, on where it starts and on the keys before it, and on nothing else: it
+runs alone, in one of a few fixed shapes that its own length picks, and no kernel mixes rows except attention,
+which reads the cache. So a prefix taken from a cache gives what computing it would have given, as long as
+chunks start at the places ``next_chunk`` says.
+
+Dense products are the library's: one shape, one algorithm, one order of sums. Attention and the experts are
+in ``prefill_attention`` and ``prefill_experts``; rows are rounded where the decode kernels round them, except
+that an expert's weighted term is rounded to the model's dtype before the sum over a token's experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.prefill_attention import append_keys, attend_chunk
+from lean_laguna.kernels.triton.prefill_experts import (
+    ExpertSort,
+    expert_chunk_down,
+    expert_chunk_up,
+    sort_by_expert,
+)
+from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, silu_and_mul
+from lean_laguna.kernels.triton.prefill_tiles import PrefillTiles
+from lean_laguna.kernels.triton.step import Caches
+from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
+
+MIN_ROWS = 256
+"""Rows of the smallest shape a chunk runs in; the others are its doublings."""
+
+
+def shape_rows(num_tokens: int, chunk_size: int, min_rows: int = MIN_ROWS) -> int:
+    """Return the rows that a chunk of ``num_tokens`` tokens is padded to: a function of its length alone."""
+    rows = min(min_rows, chunk_size)
+    while rows < num_tokens:
+        rows *= 2
+    return min(rows, chunk_size)
+
+
+def next_chunk(position: int, end: int, chunk_size: int, long_chunk_size: int | None = None) -> int:
+    """Return how many tokens the chunk that starts at ``position`` takes of a prompt that ends at ``end``.
+
+    Chunks start at multiples of ``chunk_size``; from the first multiple of ``long_chunk_size`` above 0 on, at
+    multiples of that, for weights are read once a chunk, however long. Where they lie follows from absolute
+    positions only.
+
+    Args:
+        position: Where a chunk starts.
+        end: Tokens of the prompt.
+        chunk_size: Of chunks near the start, which prompts share most.
+        long_chunk_size: Of later ones, a multiple of ``chunk_size``; None where all have one size.
+    """
+    size = chunk_size
+    if long_chunk_size is not None and position >= long_chunk_size:
+        size = long_chunk_size
+    return min(end, (position // size + 1) * size) - position
+
+
+@dataclass(frozen=True)
+class PrefillScratch:
+    """Buffers of a chunk; contents mean nothing between runs.
+
+    Attributes:
+        rows: C, the most tokens of a chunk.
+        input_ids: [C] int32, where a caller may put the chunk's tokens.
+        hidden: [C, D] residual stream.
+        normed: [C, D].
+        delta: [C, D] what an attention or MLP block adds.
+        work: Flat; what lives within one block of a layer.
+        sort: A chunk's rows by expert.
+    """
+
+    rows: int
+    input_ids: Tensor
+    hidden: Tensor
+    normed: Tensor
+    delta: Tensor
+    work: Tensor
+    sort: ExpertSort
+
+    @classmethod
+    def allocate(cls, weights: TargetWeights, rows: int) -> PrefillScratch:
+        """Return buffers for chunks of up to ``rows`` tokens, a power of two or a multiple of MIN_ROWS."""
+        device, dtype, D = weights.head.device, weights.head.dtype, weights.head.shape[1]
+
+        def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.empty(size, dtype=of, device=device)
+
+        sparse = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, SparseWeights)]
+        widths = [_attention_width(layer) for layer in weights.layers]
+        widths += [_mlp_width(layer.mlp) for layer in weights.layers]
+        return cls(
+            rows=rows,
+            input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
+            hidden=empty(rows, D),
+            normed=empty(rows, D),
+            delta=empty(rows, D),
+            work=empty(rows * max(widths)),
+            sort=ExpertSort.allocate(
+                rows,
+                experts=max((m.gate_up.shape[0] for m in sparse), default=1),
+                top_k=max((m.top_k for m in sparse), default=1),
+                device=device,
+            ),
+        )
+
+
+def _attention_width(layer: LayerWeights) -> int:
+    shape = layer.attention.shape
+    return shape.width + shape.num_heads * shape.head_dim
+
+
+def _mlp_width(mlp: DenseWeights | SparseWeights) -> int:
+    if isinstance(mlp, DenseWeights):
+        return mlp.gate_up.shape[0] + mlp.down.shape[1]
+    wide = mlp.router_gate_up.shape[0] + mlp.shared_down.shape[1]
+    return wide + mlp.top_k * (mlp.down.shape[2] + mlp.down.shape[1])
+
+
+def _split(flat: Tensor, rows: int, *widths: int) -> list[Tensor]:
+    """Cut the start of a flat buffer into [rows, width] views, one after another."""
+    parts, at = [], 0
+    for width in widths:
+        parts.append(flat[at : at + rows * width].view(rows, width))
+        at += rows * width
+    return parts
+
+
+@dataclass
+class PrefillStep:
+    """Prefill of one chunk of one sequence; owns nothing.
+
+    Launches only: no host sync, so the call returns before the GPU is done, and the results are in stream
+    order. ``scratch`` may be shared with whatever runs on the same stream. The K/V of the chunk's tokens are in
+    the cache afterwards, as the decode kernels would have laid them out, so a ``TargetStep`` can go on from it.
+
+    Attributes:
+        weights: Of the target.
+        caches: Of its layers; ``tables`` rows are what ``run`` reads unless it is given others.
+        scratch: Buffers of C = ``scratch.rows`` rows.
+        tap_layers: Layers whose residual stream the drafter reads, in the order of ``taps``.
+        taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
+            None.
+        tiles: By kernel class and rows.
+    """
+
+    weights: TargetWeights
+    caches: Caches
+    scratch: PrefillScratch
+    tap_layers: tuple[int, ...] = ()
+    taps: Tensor | None = None
+    tiles: PrefillTiles = field(default_factory=PrefillTiles)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        first_position: int,
+        num_tokens: int,
+        slot: int = 0,
+        *,
+        tables: tuple[Tensor, ...] | None = None,
+        all_rows: bool = False,
+    ) -> Tensor:
+        """Run a chunk: its keys and values appended, taps written.
+
+        Pages of the chunk's own positions must be in the block tables, and, of those before, what a row of
+        the chunk sees: all of them, or of a sliding layer the last ``window - 1``.
+
+        Args:
+            input_ids: [C] int32 on the device, of which the first ``num_tokens`` count; C is at least the
+                padded shape, ``shape_rows(num_tokens, scratch.rows)``. ``scratch.input_ids`` will do.
+            first_position: Absolute position of the first token, where ``next_chunk`` says a chunk starts.
+            num_tokens: Tokens of the chunk, 1 to ``scratch.rows``.
+            slot: Row of each of ``caches.tables`` that is this sequence's block table.
+            tables: [.] int32 block table of the sequence in each layer's KV group, instead of ``slot``.
+            all_rows: Return every token's hidden state, for the log-probabilities of a prompt.
+
+        Returns:
+            [1, D] final-normed hidden state of the last token, or [num_tokens, D] of all: views of
+            ``scratch.normed``, valid until the next run.
+        """
+        if not 0 < num_tokens <= self.scratch.rows:
+            raise ValueError(f"prefill: num_tokens must be 1 to {self.scratch.rows}, found {num_tokens}")
+        rows = shape_rows(num_tokens, self.scratch.rows)
+        if tables is None:
+            tables = tuple(table[slot] for table in self.caches.tables)
+        layers, eps = self.weights.layers, self.weights.eps
+        hidden, normed = self.scratch.hidden[:rows], self.scratch.normed[:rows]
+        embed_norm(
+            input_ids, self.weights.embed, layers[0].attention.input_norm, hidden, normed, num_tokens, eps
+        )
+        for i, layer in enumerate(layers):
+            after = layers[i + 1].attention.input_norm if i + 1 < len(layers) else self.weights.norm
+            self._attend(i, layer, tables[i], rows, first_position, num_tokens)
+            tap = None
+            if self.taps is not None and i in self.tap_layers:
+                tap = self.taps[:, self.tap_layers.index(i)]
+            if isinstance(layer.mlp, DenseWeights):
+                self._run_dense(layer.mlp, rows, num_tokens, after, tap)
+            else:
+                self._run_experts(layer.mlp, rows, num_tokens, after, tap)
+        return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
+
+    def _attend(
+        self, i: int, layer: LayerWeights, table: Tensor, rows: int, first: int, num_tokens: int
+    ) -> None:
+        """Add attention to the residual stream; leave it normalised for the MLP."""
+        scratch, attention = self.scratch, layer.attention
+        shape, eps = attention.shape, self.weights.eps
+        qkv, heads = _split(scratch.work, rows, shape.width, shape.num_heads * shape.head_dim)
+        normed, delta = scratch.normed[:rows], scratch.delta[:rows]
+        torch.mm(normed, attention.qkv.t(), out=qkv)
+        norms, cache = (attention.q_norm, attention.k_norm), self.caches.layers[i]
+        append_keys(qkv, norms[1], layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
+        tile = self.tiles.attention(rows, shape)
+        attend_chunk(
+            qkv, heads, norms[0], layer.rotary, cache, table, shape, first, num_tokens, tile, eps=eps
+        )
+        torch.mm(heads, attention.out.t(), out=delta)
+        add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, num_tokens, eps)
+
+    def _run_dense(
+        self, mlp: DenseWeights, rows: int, num_tokens: int, after: Tensor, tap: Tensor | None
+    ) -> None:
+        """Add a dense MLP to the residual stream; leave it normalised for what comes after."""
+        scratch = self.scratch
+        both, act = _split(scratch.work, rows, mlp.gate_up.shape[0], mlp.down.shape[1])
+        normed, delta = scratch.normed[:rows], scratch.delta[:rows]
+        torch.mm(normed, mlp.gate_up.t(), out=both)
+        silu_and_mul(both, act, num_tokens)
+        torch.mm(act, mlp.down.t(), out=delta)
+        add_norm(scratch.hidden[:rows], delta, after, normed, num_tokens, self.weights.eps, tap=tap)
+
+    def _run_experts(
+        self, mlp: SparseWeights, rows: int, num_tokens: int, after: Tensor, tap: Tensor | None
+    ) -> None:
+        """Add the experts to the residual stream; leave it normalised for what comes after."""
+        scratch, A = self.scratch, mlp.top_k
+        E, D, F = mlp.down.shape
+        FS = mlp.shared_down.shape[1]
+        both, shared, act, terms = _split(scratch.work, rows, E + 2 * FS, FS, A * F, A * D)
+        normed, delta = scratch.normed[:rows], scratch.delta[:rows]
+        torch.mm(normed, mlp.router_gate_up.t(), out=both)
+        silu_and_mul(both[:, E:], shared, num_tokens)
+        torch.mm(shared, mlp.shared_down.t(), out=delta)
+        tile = self.tiles.experts(rows)
+        sort_by_expert(
+            both,
+            mlp.bias,
+            scratch.sort,
+            rows,
+            num_tokens,
+            tile,
+            top_k=A,
+            softcap=mlp.softcap,
+            norm_topk=mlp.norm_topk,
+        )
+        num_tiles = cdiv(rows * A, tile.rows) + E
+        expert_chunk_up(normed, mlp.gate_up, scratch.sort, act.view(rows * A, F), num_tiles, tile, top_k=A)
+        expert_chunk_down(
+            act.view(rows * A, F), mlp.down, scratch.sort, terms.view(rows * A, D), num_tiles, tile
+        )
+        combine(
+            scratch.hidden[:rows],
+            terms.view(rows, A, D),
+            delta,
+            after,
+            normed,
+            num_tokens,
+            self.weights.eps,
+            scaling=mlp.scaling,
+            tap=tap,
+        )
