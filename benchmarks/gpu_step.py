@@ -670,7 +670,7 @@ class Bench:
             ints(7),
             torch.zeros(MAX_ROWS, dtype=torch.int64, device=self.device),
             torch.zeros(MAX_ROWS, device=self.device),
-            torch.tensor([-1], dtype=torch.int32, device=self.device),
+            ints(-1)[:, None],
             ring,
             ints(),
             ints(),

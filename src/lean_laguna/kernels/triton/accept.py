@@ -1,7 +1,7 @@
 """The end of a speculative step on the device: what is accepted, what goes out, the next rows.
 
-Nothing comes back to the host but tokens through a ring, so steps can be launched ahead. Rejected rows need
-no rollback: their keys lie past the new position and are overwritten.
+Nothing comes back to the host but the ring and its counts, copied out after each step, so steps can be
+launched ahead. Rejected rows need no rollback: their keys lie past the new position and are overwritten.
 """
 
 from __future__ import annotations
@@ -26,22 +26,29 @@ class Requests:
         num_drafts: int32 draft tokens wanted each step; what is left of ``remaining`` caps it.
         seeds: int64.
         temperatures: float32.
-        eos_ids: [n] int32 tokens that end a request; it keeps the one that ended it.
-        ring: [MAX_ROWS, size] int32 emitted tokens, host memory that the device sees; size a power of two.
-        emitted: [MAX_ROWS] int32 tokens ever emitted, beside the ring.
-        accepted: [MAX_ROWS] int32 draft tokens ever accepted.
-        drafted: [MAX_ROWS] int32 draft tokens ever verified.
+        stop_ids: [MAX_ROWS, n] int32 tokens that end each request, -1 for none; the one that ends it is kept.
+        ring: [MAX_ROWS, size] int32 emitted tokens; size a power of two.
+        emitted: int32 tokens ever emitted, beside the ring.
+        accepted: int32 draft tokens ever accepted, before any cut at an ending.
+        drafted: int32 draft tokens ever verified.
+        thresholds: [MAX_ROWS] int64, or None. Accept draft i, whatever it is, where the request's 32-bit draw
+            for this step lies below ``thresholds[i]``, which do not increase; see ``spec.synthetic``.
     """
 
     remaining: Tensor
     num_drafts: Tensor
     seeds: Tensor
     temperatures: Tensor
-    eos_ids: Tensor
+    stop_ids: Tensor
     ring: Tensor
     emitted: Tensor
     accepted: Tensor
     drafted: Tensor
+    thresholds: Tensor | None = None
+
+
+SYNTHETIC_STREAM = 1
+"""Third word of the Philox counter of synthetic draws; sampling noise has 0 there."""
 
 
 @triton.jit
@@ -60,15 +67,18 @@ def _accept_kernel(
     num_drafts_ptr,
     seeds_ptr,
     temperatures_ptr,
-    eos_ptr,
+    stops_ptr,
     ring_ptr,
     emitted_ptr,
     accepted_ptr,
     drafted_ptr,
+    thresholds_ptr,
     mask_token,
     RING: tl.constexpr,
-    NUM_EOS: tl.constexpr,
-    EOS_BLOCK: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    STOP_BLOCK: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
+    STREAM: tl.constexpr,
     MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -76,9 +86,9 @@ def _accept_kernel(
     i = tl.arange(0, MAX)
     ids = tl.load(input_ids_ptr + i)
     sampled = tl.load(sampled_ptr + i)
-    eos_at = tl.arange(0, EOS_BLOCK)
-    eos = tl.load(eos_ptr + eos_at, mask=eos_at < NUM_EOS, other=-1)
-    is_eos = tl.max((sampled[:, None] == eos[None, :]).to(tl.int32), 1) > 0
+    # Row j's token is draft j + 1's judge.
+    judged = tl.sum(tl.where((i[None, :] == i[:, None] + 1), ids[None, :], 0), 1)
+    stop_at = tl.arange(0, STOP_BLOCK)
     position = tl.load(positions_ptr + i)
     new_ids = tl.full((MAX,), 0, tl.int32) + mask_token
     new_positions = tl.zeros((MAX,), tl.int32)
@@ -89,29 +99,36 @@ def _accept_kernel(
         count = tl.load(row_count_ptr + request)
         left = tl.load(remaining_ptr + request)
         j = i - start
-        # Row j's token is draft j + 1's judge. The first draft that differs ends the chain.
-        judged = tl.sum(tl.where((i[None, :] == i[:, None] + 1), ids[None, :], 0), 1)
-        wrong = (j >= 0) & (j < count - 1) & (sampled != judged)
-        num_accepted = tl.min(tl.where(wrong, j, count - 1), 0)
-        ends = (j >= 0) & (j <= num_accepted) & is_eos
+        at = tl.sum(tl.where(i == start, position, 0), 0)
+        is_draft = (j >= 0) & (j < count - 1)
+        if SYNTHETIC:
+            seed = tl.load(seeds_ptr + request) + tl.zeros((MAX,), tl.int64)
+            zero = tl.zeros((MAX,), tl.int32)
+            draw, _, _, _ = tl.philox(seed, zero + at, zero, zero + STREAM, zero)
+            threshold = tl.load(thresholds_ptr + j, mask=is_draft, other=0)
+            is_wrong = is_draft & ((draw.to(tl.int64) & 0xFFFFFFFF) >= threshold)
+        else:
+            is_wrong = is_draft & (sampled != judged)
+        # The first draft that is not accepted ends the chain.
+        num_accepted = tl.min(tl.where(is_wrong, j, count - 1), 0)
+        token = tl.where(j < num_accepted, judged, sampled)
+        stops = tl.load(stops_ptr + request * NUM_STOPS + stop_at, mask=stop_at < NUM_STOPS, other=-1)
+        is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+        ends = (j >= 0) & (j <= num_accepted) & is_stop
         first_end = tl.min(tl.where(ends, j, MAX), 0)
         num_out = tl.minimum(tl.minimum(num_accepted + 1, first_end + 1), left)
         num_out = tl.where(count > 0, num_out, 0)
         done_before = tl.load(emitted_ptr + request)
         goes_out = (j >= 0) & (j < num_out)
-        tl.store(ring_ptr + request * RING + (done_before + j) % RING, sampled, mask=goes_out)
+        tl.store(ring_ptr + request * RING + (done_before + j) % RING, token, mask=goes_out)
         left = tl.where(first_end < num_out, 0, left - num_out)
-        anchor = tl.sum(tl.where(j == num_out - 1, sampled, 0), 0)
-        at = tl.sum(tl.where(i == start, position, 0), 0) + num_out
+        anchor = tl.sum(tl.where(j == num_out - 1, token, 0), 0)
+        at += num_out
         tl.store(remaining_ptr + request, left)
         if count > 0:
-            tl.store(
-                accepted_ptr + request, tl.load(accepted_ptr + request) + tl.minimum(num_accepted, num_out)
-            )
+            tl.store(accepted_ptr + request, tl.load(accepted_ptr + request) + num_accepted)
             tl.store(drafted_ptr + request, tl.load(drafted_ptr + request) + count - 1)
-        # The host reads the count after the tokens.
-        tl.debug_barrier()
-        tl.atomic_xchg(emitted_ptr + request, done_before + num_out, sem="release", scope="sys")
+        tl.store(emitted_ptr + request, done_before + num_out)
         # A request's last token needs no draft after it.
         new_count = tl.where(
             (count > 0) & (left > 0), 1 + tl.minimum(tl.load(num_drafts_ptr + request), left - 1), 0
@@ -145,8 +162,9 @@ def accept(
 ) -> None:
     """Compare drafts with what the target chose, emit, and lay out the next step's rows.
 
-    A draft is accepted while it equals the target's own token; the first event inside the block wins (a stop
-    token, the length limit). A finished request keeps its entry with no rows.
+    A draft is accepted while it equals the target's own token (or, for measurements, by a draw at given
+    rates); the first event inside the block wins (a stop token, the length limit). A finished request keeps
+    its entry with no rows.
 
     Args:
         input_ids: [MAX_ROWS] int32 anchor and drafts of each request; replaced by new anchors and mask
@@ -162,7 +180,7 @@ def accept(
     ring_size = requests.ring.shape[1]
     if ring_size & (ring_size - 1):
         raise ValueError(f"accept: the ring's size must be a power of two, found {ring_size}")
-    num_eos = requests.eos_ids.shape[0]
+    num_stops, thresholds = requests.stop_ids.shape[1], requests.thresholds
     _accept_kernel[(1,)](
         input_ids,
         sampled,
@@ -178,15 +196,18 @@ def accept(
         requests.num_drafts,
         requests.seeds,
         requests.temperatures,
-        requests.eos_ids,
+        requests.stop_ids,
         requests.ring,
         requests.emitted,
         requests.accepted,
         requests.drafted,
+        requests.seeds if thresholds is None else thresholds,
         mask_token,
         RING=ring_size,
-        NUM_EOS=num_eos,
-        EOS_BLOCK=power_of_two(max(1, num_eos)),
+        NUM_STOPS=num_stops,
+        STOP_BLOCK=power_of_two(num_stops),
+        SYNTHETIC=thresholds is not None,
+        STREAM=SYNTHETIC_STREAM,
         MAX=MAX_ROWS,
         PDL=launch.pdl,
         **launch.options(1),

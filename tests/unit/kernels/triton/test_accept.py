@@ -39,7 +39,7 @@ class State:
             num_drafts=ints(device, [num_drafts] * len(blocks)),
             seeds=torch.arange(1000, 1016, device=device),
             temperatures=torch.arange(16, device=device) / 10,
-            eos_ids=ints(device, [EOS, 24])[:2],
+            stop_ids=torch.tensor([[EOS, 24, -1]] * 16, dtype=torch.int32, device=device),
             ring=torch.full((16, 8), -1, dtype=torch.int32, device=device),
             emitted=ints(device, [6] * 16),
             accepted=ints(device),
@@ -115,3 +115,26 @@ def test_requests_do_not_touch_each_other_and_finished_ones_rest(device):
     state.step()
     assert state.out(1) == [24]
     assert state.rows.row_count[1] == 0
+
+
+def test_synthetic_acceptance_is_that_of_the_host(device):
+    import dataclasses
+
+    from lean_laguna.spec.synthetic import SyntheticAcceptance
+
+    synthetic = SyntheticAcceptance((0.9, 0.6, 0.3))
+    drafts, chosen = [51, 52, 53], [61, 62, 63, 64]
+    blocks = [([50, *drafts], chosen)] * 4
+    counts = []
+    for _ in range(3):
+        state = State(device, blocks, [40] * 4)
+        state.rows.positions.add_(7 * len(counts))
+        thresholds = torch.tensor(synthetic.thresholds(16), dtype=torch.int64, device=device)
+        state.requests = dataclasses.replace(state.requests, thresholds=thresholds)
+        first = [100 * (r + 1) + 7 * len(counts) for r in range(4)]
+        expected = [synthetic.accept(drafts, chosen, 1000 + r, first[r]) for r in range(4)]
+        state.step()
+        assert [state.out(r) for r in range(4)] == [verdict.token_ids for verdict in expected]
+        counts += state.requests.accepted[:4].tolist()
+        assert counts[-4:] == [verdict.num_accepted_tokens for verdict in expected]
+    assert len(set(counts)) > 1

@@ -189,7 +189,7 @@ def requests_for(device, remaining, num_drafts, ring):
         num_drafts=ints(num_drafts),
         seeds=torch.zeros(16, dtype=torch.int64, device=device),
         temperatures=torch.zeros(16, device=device),
-        eos_ids=torch.tensor([-1], dtype=torch.int32, device=device),
+        stop_ids=torch.full((16, 1), -1, dtype=torch.int32, device=device),
         ring=ring,
         emitted=ints(),
         accepted=ints(),
