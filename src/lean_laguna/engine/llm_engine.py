@@ -103,6 +103,7 @@ class LLMEngine:
         )
         self._requests: dict[str, RequestState] = {}
         self._counters = EngineCounters()
+        self._deltas: list[CompletionDelta] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -168,12 +169,13 @@ class LLMEngine:
     def step(self) -> list[CompletionDelta]:
         """Compute one step and return what it added, completion by completion; empty if there is no work."""
         plan = self.scheduler.schedule()
-        deltas: list[CompletionDelta] = []
+        deltas = self._deltas  # what a step that failed had committed comes with the next one
         if plan.prefill:
             self._prefill(plan.prefill, deltas)
         if plan.decode:
             self._decode(plan.decode, deltas, is_alone=not plan.prefill)
         assert plan.prefill or plan.decode or not self._requests, "requests wait and nothing runs"
+        self._deltas = []
         return deltas
 
     def stats(self) -> EngineStats:
