@@ -13,6 +13,7 @@ from torch import Tensor
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DFlashDrafter
+from lean_laguna.models.drafter_checkpoint import make_drafter
 from lean_laguna.models.forward_batch import ForwardBatch, SequenceSpan
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 
@@ -83,11 +84,30 @@ def speculators_json(network: Mapping[str, Any] | None = None, **changes: Any) -
     } | changes
 
 
+DSPARK = {
+    "markov_rank": 4,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def dspark_json(**changes: Any) -> dict[str, Any]:
+    """Return a native DSpark config.json, its blocks laid out as DFlash's."""
+    return laguna_json(architectures=["LagunaDSparkModel"], dspark_config=DSPARK) | changes
+
+
+def deepspec_json(**changes: Any) -> dict[str, Any]:
+    """Return a DeepSpec config.json: Qwen3 with the drafting keys on top."""
+    given = zlab_json(architectures=["Qwen3DSparkModel"], block_size=5, num_anchors=8)
+    return given | given.pop("dflash_config") | DSPARK | changes
+
+
 def random_drafter(config: DFlashConfig | Mapping[str, Any], seed: int = 0) -> DFlashDrafter:
     """Return a drafter whose every weight matters: norms away from one, attention away from uniform."""
     if not isinstance(config, DFlashConfig):
         config = DFlashConfig.from_dict(config)
-    drafter = DFlashDrafter(config)
+    drafter = make_drafter(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():
         is_norm = parameter.ndim == 1 or name == "aux_hidden_norms"

@@ -1,6 +1,7 @@
-"""What a DFlash drafter is: the frozen configuration behind all three checkpoint formats.
+"""What a drafter is: the frozen configuration behind all checkpoint formats, DFlash and DSpark.
 
-How each format spells it is in ``drafter_formats``; the network is ``models.dflash``.
+How each format spells it is in ``drafter_formats`` and ``drafter_writing``; the networks are
+``models.dflash`` and ``models.dspark``.
 Source: vLLM 0.33 laguna_dflash.py, z-lab dflash 0.1.0 model.py, speculators 0.9.0 models/dflash.
 """
 
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lean_laguna.core.drafter_formats import parse_laguna, parse_speculators, parse_zlab
+from lean_laguna.core.drafter_formats import parse_deepspec, parse_laguna, parse_speculators, parse_zlab
+from lean_laguna.core.dspark_config import DSparkHeads, names_dspark, read_heads, read_layout
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import parse_json
 from lean_laguna.core.json_fields import Fields
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from lean_laguna.core.model_config import Gating, LagunaConfig
     from lean_laguna.core.rope_config import RopeConfig
 
-DrafterFormat = Literal["laguna", "z-lab", "speculators"]
+DrafterFormat = Literal["laguna", "z-lab", "speculators", "deepspec"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class DFlashConfig:
         draft_vocab_size: Words it can propose; below ``vocab_size`` it brings its own lm_head and map.
         max_position_embeddings: Positions it can stand on; drafting stops there, serving does not.
         rms_norm_eps: Epsilon of every RMSNorm.
+        dspark: The heads that make it a DSpark drafter, or None for plain DFlash.
+        sample_from_anchor: DSpark only: slot k predicts the token after its position, the anchor's slot too;
+            otherwise a mask predicts the token at its own position and the anchor's slot nothing.
     """
 
     format: DrafterFormat
@@ -72,11 +77,18 @@ class DFlashConfig:
     draft_vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
+    dspark: DSparkHeads | None = None
+    sample_from_anchor: bool = False
+
+    @property
+    def first_slot(self) -> int:
+        """The block's first slot that predicts a token: 0 where the anchor's does, else 1."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def max_draft_tokens(self) -> int:
-        """Draft tokens one block can hold: its slots without the anchor's."""
-        return self.draft_block_size - 1
+        """Draft tokens one block can hold: its slots that predict."""
+        return self.draft_block_size - self.first_slot
 
     @property
     def causal(self) -> bool:
@@ -95,15 +107,28 @@ class DFlashConfig:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], where: str = "drafter config") -> DFlashConfig:
-        """Read a config.json of any of the three formats.
+        """Read a config.json of any of the formats.
 
         Raises:
             CheckpointError: It describes a target, or a drafter of another kind.
             ConfigError: A value is missing or wrong; the message names it and what is accepted.
         """
         fmt = detect_format(given, where)
-        parse = {"laguna": parse_laguna, "z-lab": parse_zlab, "speculators": parse_speculators}[fmt]
-        config = cls(format=fmt, **parse(Fields(given, where)))
+        parse = {
+            "laguna": parse_laguna,
+            "z-lab": parse_zlab,
+            "speculators": parse_speculators,
+            "deepspec": parse_deepspec,
+        }[fmt]
+        fields, is_dspark = Fields(given, where), names_dspark(given)
+        # DeepSpec knows the shifted layout only, and speculators takes it where its DSpark says nothing.
+        is_shifted = is_dspark and fmt in ("deepspec", "speculators")
+        config = cls(
+            format=fmt,
+            **parse(fields),
+            dspark=read_heads(fields) if is_dspark else None,
+            sample_from_anchor=read_layout(fields, default=is_shifted, is_dspark=is_dspark),
+        )
         config._check(where)
         return config
 
@@ -135,7 +160,7 @@ class DFlashConfig:
                 f"{where}: 'num_attention_heads' ({self.num_attention_heads}) must be a multiple of "
                 f"'num_key_value_heads' ({self.num_key_value_heads})"
             )
-        if self.draft_block_size < 2:
+        if self.max_draft_tokens < 1:
             raise ConfigError(f"{where}: 'block_size' must be at least 2 (anchor and one mask), found 1")
         taps = self.target_layer_ids
         if min(taps) < 0 or len(set(taps)) != len(taps):
@@ -183,69 +208,21 @@ class DFlashConfig:
         Raises:
             ConfigError: This drafter computes something the Laguna format cannot say.
         """
-        self._check_laguna()
-        layer_type = "full_attention" if self.window is None else "sliding_attention"
-        written: dict[str, Any] = {
-            "architectures": ["DFlashLagunaForCausalLM"],
-            "model_type": "laguna",
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_attention_heads_per_layer": [self.num_attention_heads] * self.num_hidden_layers,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "gating": False if self.gating == "off" else self.gating,
-            "layer_types": [layer_type] * self.num_hidden_layers,
-            "mlp_layer_types": ["dense"] * self.num_hidden_layers,
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope.rope_theta,
-            "rope_parameters": {layer_type: self.rope.to_dict()},
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "tie_word_embeddings": False,
-            "block_size": self.draft_block_size,
-            "dflash_config": {
-                "target_layer_ids": list(self.target_layer_ids),
-                "mask_token_id": self.mask_token_id,
-                "causal": self.causal,
-            },
-            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.target_layer_ids],
-        }
-        if self.window is not None:
-            written["sliding_window"] = self.window
-            written["sliding_windows"] = [self.window] * self.num_hidden_layers
-        if self.num_target_layers is not None:
-            written["num_target_layers"] = self.num_target_layers
-        return written
+        from lean_laguna.core.drafter_writing import write_config  # it reads this class
 
-    def _check_laguna(self) -> None:
-        reasons = [
-            (len(set(self.layer_windows)) > 1, "its layers are not all full or all sliding with one window"),
-            (len(set(self.layer_causal)) > 1, "its layers are not all causal or all bidirectional"),
-            (not self.has_aux_norms, "it has no norm per tapped layer (aux_hidden_norms)"),
-            (not self.norm_context, "its layers do not norm the context"),
-            (self.has_own_lm_head, "it has a vocabulary of its own"),
-        ]
-        for holds, reason in reasons:
-            if holds:
-                raise ConfigError(
-                    f"this drafter ({self.format} format) cannot be written as Laguna native: {reason}"
-                )
+        return write_config(self, "laguna")
 
 
 def is_drafter_config(given: Mapping[str, Any]) -> bool:
     """Return True for the config.json of any drafter, served beside a target and never on its own."""
     names = " ".join(str(name) for name in given.get("architectures") or ())
-    marked = any(given.get(key) is not None for key in ("dflash_config", "speculators_model_type"))
+    keys = ("dflash_config", "dspark_config", "speculators_model_type")
+    marked = any(given.get(key) is not None for key in keys)
     return marked or any(word in names for word in ("DFlash", "DSpark", "Eagle", "Speculator"))
 
 
 def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
-    """Tell the three formats apart.
+    """Tell the formats apart.
 
     Raises:
         CheckpointError: It describes a target, or a drafter of another kind.
@@ -253,19 +230,24 @@ def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
     names = [str(name) for name in given.get("architectures") or ()]
     kind = given.get("speculators_model_type")
     if kind is not None:
-        if kind != "dflash":
-            raise CheckpointError(f"{where}: 'speculators_model_type' must be 'dflash', found {kind!r}")
+        if kind not in ("dflash", "dspark"):
+            raise CheckpointError(
+                f"{where}: 'speculators_model_type' must be 'dflash' or 'dspark', found {kind!r}"
+            )
         return "speculators"
+    is_laguna = given.get("model_type") == "laguna" or any("Laguna" in name for name in names)
     for name in names:
-        if "DSpark" in name or "DFlash2" in name or "Eagle" in name or name.startswith("Qwen3DFlash"):
+        if name == "Qwen3DSparkModel":
+            return "deepspec"
+        is_foreign = "DSpark" in name and not is_laguna
+        if is_foreign or "DFlash2" in name or "Eagle" in name or name.startswith("Qwen3DFlash"):
             raise CheckpointError(
                 f"{where}: architecture {name} is another kind of drafter; expected DFlash in the Laguna, "
-                "z-lab or speculators format"
+                "z-lab or speculators format, or DSpark in the Laguna, speculators or DeepSpec format"
             )
     if not is_drafter_config(given):
         raise CheckpointError(
             f"{where}: this is a target ({', '.join(names) or given.get('model_type', 'unnamed')}), not a "
-            "drafter; pass it as the model and a DFlash drafter as the speculative model"
+            "drafter; pass it as the model and a drafter as the speculative model"
         )
-    is_laguna = given.get("model_type") == "laguna" or any("Laguna" in name for name in names)
     return "laguna" if is_laguna else "z-lab"

@@ -1,8 +1,9 @@
-"""The three spellings of a DFlash drafter's config.json, read into one set of fields.
+"""The spellings of a drafter's config.json, read into one set of fields; DSpark's heads: ``dspark_config``.
 
 Not the config itself (``drafter_config``) and not the tensors (``models.drafter_checkpoint``).
 Source: vLLM 0.33 laguna_dflash.py and qwen3_dflash.py (Laguna native), z-lab dflash 0.1.0 model.py,
-speculators 0.9.0 models/dflash/config.py; where they disagree the function says which is followed and why.
+speculators 0.9.0 models/dflash/config.py, DeepSpec modeling/dspark/qwen3/config.py;
+where they disagree the function says which is followed and why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from lean_laguna.core.drafter_fields import draft_value, read_causal, read_rope,
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.json_fields import Fields
 
-DEFAULT_BLOCK_SIZE = {"laguna": 16, "z-lab": 16, "speculators": 8}
+DEFAULT_BLOCK_SIZE = {"laguna": 16, "z-lab": 16, "speculators": 8, "deepspec": 7}
 
 # What transformers' Qwen3Config fills in where a saved config leaves a key out.
 _QWEN3_DEFAULTS: dict[str, Any] = {
@@ -123,10 +124,6 @@ def parse_speculators(config: Fields) -> dict[str, Any]:
     Raises:
         ConfigError: A value is missing, wrong or describes a network that this package does not run.
     """
-    if config.get("sample_from_anchor", False):
-        raise config.wrong(
-            "sample_from_anchor", "false: a DFlash mask predicts the token at its own position"
-        )
     aux_ids = config.ids("aux_hidden_state_layer_ids")
     if aux_ids is None:
         raise ConfigError(
@@ -157,6 +154,34 @@ def parse_speculators(config: Fields) -> dict[str, Any]:
         "num_target_layers": None,
         "mask_token_id": config.count("mask_token_id", minimum=0),
         "draft_vocab_size": config.count("draft_vocab_size", 32000),
+    }
+
+
+def parse_deepspec(config: Fields) -> dict[str, Any]:
+    """Read DeepSpec's format: a Qwen3 config with the drafting keys on top, blocks bidirectional.
+
+    Raises:
+        ConfigError: A value is missing, wrong or describes a network that this package does not run.
+    """
+    dflash = config.section("dflash_config")
+    fields = _qwen3(config)
+    is_sliding = _qwen3_layer_types(config, fields["num_hidden_layers"])
+    window = _qwen3_window(config)
+    taps = draft_value(config, dflash, "target_layer_ids").ids("target_layer_ids")
+    if taps is None:
+        raise ConfigError(f"{config.where}: 'target_layer_ids' is missing; expected 0-based target layers")
+    has_flag = any(key in part for part in (config, dflash) for key in ("is_causal", "causal"))
+    causal = read_causal(config, dflash, is_sliding) if has_flag else (False,) * len(is_sliding)
+    return fields | {
+        "layer_windows": tuple(window if sliding else None for sliding in is_sliding),
+        "layer_causal": causal,
+        "draft_block_size": draft_value(config, dflash, "block_size").count(
+            "block_size", DEFAULT_BLOCK_SIZE["deepspec"]
+        ),
+        "target_layer_ids": taps,
+        "num_target_layers": config.count("num_target_layers") if "num_target_layers" in config else None,
+        "mask_token_id": draft_value(config, dflash, "mask_token_id").count("mask_token_id", minimum=0),
+        "draft_vocab_size": fields["vocab_size"],
     }
 
 

@@ -1,6 +1,7 @@
-"""DFlash drafters in and out of checkpoint folders: three formats in, Laguna native out.
+"""Drafters in and out of checkpoint folders: DFlash and DSpark, four formats in and out.
 
-The config side of the formats is ``core.drafter_formats``; here are their tensors.
+The config side of the formats is ``core.drafter_formats`` and ``core.drafter_writing``; here are their
+tensors.
 Source: vLLM 0.33 laguna_dflash.py load_weights (names are a plain lookup there, so they must match exactly),
 z-lab dflash 0.1.0 model.py, speculators 0.9.0 model.py and models/dflash/core.py.
 """
@@ -18,10 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.drafter_writing import write_config
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import atomic_write_bytes
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.safetensors_reader import CheckpointReader
 
 # The target's own weights, which some writers leave in the drafter's file; the originals are used instead.
@@ -62,7 +65,7 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DFlashDrafter:
-    """Load a drafter folder of any of the three formats and check that it was made for this target.
+    """Load a drafter folder of any of the formats and check that it was made for this target.
 
     Args:
         path: Folder with config.json and safetensors.
@@ -71,7 +74,7 @@ def load_drafter(
         device: Where they go; tensors are read one by one.
 
     Returns:
-        The drafter, in evaluation mode, without gradients.
+        The drafter, in evaluation mode, without gradients; a ``DSparkDrafter`` where it has those heads.
 
     Raises:
         CheckpointError: A target or another kind of drafter; missing, extra, misshapen or non-finite tensors;
@@ -82,13 +85,18 @@ def load_drafter(
     config = DFlashConfig.from_file(folder)
     config.check_target(target_config, str(folder))
     with torch.device("meta"):
-        drafter = DFlashDrafter(config)
+        drafter = make_drafter(config)
     drafter.requires_grad_(False).eval()
     loader = _Loader(CheckpointReader(folder), drafter)
     loader.check()
     drafter.to(dtype).to_empty(device=device)
     loader.fill()
     return drafter
+
+
+def make_drafter(config: DFlashConfig) -> DFlashDrafter:
+    """Build the network that a config describes, with unset weights."""
+    return DFlashDrafter(config) if config.dspark is None else DSparkDrafter(config)
 
 
 def save_drafter(
@@ -98,24 +106,27 @@ def save_drafter(
     format: str = "laguna",
     dtype: torch.dtype | None = None,
     provenance: Mapping[str, Any] | None = None,
+    target_name: str | None = None,
 ) -> None:
-    """Write a Laguna native drafter folder: config.json and model.safetensors, each whole or not at all.
+    """Write a drafter folder: config.json and model.safetensors, each whole or not at all.
+
+    The target's embedding and lm_head are never written: they are the target's, and shared.
 
     Args:
         drafter: Unchanged; its weights may be on any device.
         path: Folder, made if absent.
-        format: Only ``laguna``.
+        format: ``laguna``, ``z-lab``, ``speculators`` or ``deepspec``.
         dtype: Of the stored weights; None keeps the drafter's.
         provenance: Written into config.json under ``provenance``: target and data hash, commit and such.
+        target_name: Name or path of the target, for the format that records it.
 
     Raises:
         ConfigError: Another format, a drafter that it cannot express, or a folder that cannot be written.
         CheckpointError: A weight is not finite.
     """
-    if format != "laguna":
-        raise ConfigError(f"drafters are written in the format 'laguna', found {format!r}")
     kind = dtype or drafter.norm.dtype
-    config = drafter.config.to_dict() | {"dtype": str(kind).removeprefix("torch.")}
+    config = write_config(drafter.config, format, target_name)
+    config["dtype"] = str(kind).removeprefix("torch.")
     if provenance:
         config["provenance"] = dict(provenance)
     tensors: dict[str, Tensor] = {}
@@ -125,8 +136,10 @@ def save_drafter(
             raise CheckpointError(
                 f"{path}: weight {name} has values that are not finite; nothing was written"
             )
-        for part, view in source.places(value.contiguous(), fused=True):
+        for part, view in source.places(value.contiguous(), fused=format == "laguna"):
             tensors[part] = view.clone()
+    if drafter.d2t is not None:
+        tensors |= _vocabulary_tensors(drafter.d2t.cpu(), drafter.config.vocab_size)
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,6 +147,13 @@ def save_drafter(
         raise ConfigError(f"cannot write the folder {folder}: {error.strerror or error}") from None
     atomic_write_bytes(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     atomic_write_bytes(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _vocabulary_tensors(d2t: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return both directions of a reduced vocabulary's map."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[torch.arange(len(d2t)) + d2t] = True
+    return {"d2t": d2t.clone(), "t2d": t2d}
 
 
 class _Loader:
@@ -249,16 +269,25 @@ def _sources(config: DFlashConfig) -> dict[str, _Source]:
         sources["aux_hidden_norms"] = _Source(norms)
     if config.has_own_lm_head:
         sources["lm_head.weight"] = one("lm_head.weight", config.draft_vocab_size, width)
+    if config.dspark is not None:
+        heads = config.dspark
+        features = width + (heads.markov_rank if heads.confidence_with_markov else 0)
+        sources |= {
+            "markov_w1": one("markov_head.markov_w1.weight", config.vocab_size, heads.markov_rank),
+            "markov_w2": one("markov_head.markov_w2.weight", config.draft_vocab_size, heads.markov_rank),
+        }
+        if heads.has_confidence:
+            sources["confidence_weight"] = one("confidence_head.proj.weight", 1, features)
+            sources["confidence_bias"] = one("confidence_head.proj.bias", 1)
     for i in range(config.num_hidden_layers):
         layer, attn = f"layers.{i}.", f"layers.{i}.self_attn."
-        heads = {
-            f"{attn}{part}_proj.weight": (rows, width) for part, rows in (("q", q), ("k", kv), ("v", kv))
-        }
+        parts = (("q", q), ("k", kv), ("v", kv))
+        qkv = {f"{attn}{part}_proj.weight": (rows, width) for part, rows in parts}
         mlp = {f"{layer}mlp.{part}_proj.weight": (inner, width) for part in ("gate", "up")}
         sources |= {
             f"{layer}input_layernorm": one(f"{layer}input_layernorm.weight", width),
             f"{layer}post_attention_layernorm": one(f"{layer}post_attention_layernorm.weight", width),
-            f"{attn}qkv_proj.weight": _Source(heads, fused=f"{attn}qkv_proj.weight"),
+            f"{attn}qkv_proj.weight": _Source(qkv, fused=f"{attn}qkv_proj.weight"),
             f"{attn}o_proj.weight": one(f"{attn}o_proj.weight", width, q),
             f"{attn}q_norm": one(f"{attn}q_norm.weight", head),
             f"{attn}k_norm": one(f"{attn}k_norm.weight", head),

@@ -102,8 +102,7 @@ def test_a_drafter_given_as_the_target_is_named_a_drafter(config):
     ("config", "found"),
     [
         (speculators_json(speculators_model_type="eagle3"), "'eagle3'"),
-        (speculators_json(speculators_model_type="dspark"), "'dspark'"),
-        (zlab_json(architectures=["Qwen3DSparkModel"]), "Qwen3DSparkModel"),
+        (zlab_json(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
         (zlab_json(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
     ],
 )

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,10 @@ from safetensors.torch import load_file, save_file
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.drafter_checkpoint import load_drafter, save_drafter
 from support.drafters import (
+    DSPARK,
     PagedContext,
+    deepspec_json,
+    dspark_json,
     laguna_json,
     random_drafter,
     random_rows,
@@ -99,7 +103,12 @@ def test_the_written_config_is_explicit_about_causality_dtype_and_provenance(tmp
     config = laguna_json(dflash_config={"target_layer_ids": [1, 3, 5], "mask_token_id": 12})
     save_drafter(random_drafter(config), tmp_path, dtype=torch.bfloat16, provenance={"commit": "abc"})
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["dflash_config"] == {"target_layer_ids": [1, 3, 5], "mask_token_id": 12, "causal": True}
+    assert written["dflash_config"] == {
+        "target_layer_ids": [1, 3, 5],
+        "mask_token_id": 12,
+        "causal": True,
+        "sample_from_anchor": False,
+    }
     assert written["dtype"] == "bfloat16"
     assert written["provenance"] == {"commit": "abc"}
     assert {value.dtype for value in tensors_of(tmp_path).values()} == {torch.bfloat16}
@@ -277,9 +286,59 @@ def test_a_drafter_for_another_target_is_refused_before_its_tensors_are_read(fol
         load_drafter(folder, tiny_target(hidden_size=64))
 
 
-def test_only_the_native_format_is_written(tmp_path):
-    with pytest.raises(ConfigError, match="'laguna', found 'z-lab'"):
+def test_a_format_that_cannot_say_what_a_drafter_computes_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be written as z-lab: .*aux_hidden_norms"):
         save_drafter(random_drafter(laguna_json()), tmp_path / "x", format="z-lab")
     with pytest.raises(ConfigError, match=r"\(z-lab format\) cannot be written as Laguna native"):
         save_drafter(random_drafter(zlab_json()), tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"unknown drafter format 'speculator'.*speculators"):
+        save_drafter(random_drafter(zlab_json()), tmp_path / "x", format="speculator")
+    with pytest.raises(ConfigError, match="as z-lab: it has DSpark's heads"):
+        save_drafter(random_drafter(deepspec_json()), tmp_path / "x", format="z-lab")
+    with pytest.raises(ConfigError, match="as deepspec: its blocks do not sample from the anchor"):
+        save_drafter(random_drafter(deepspark_fill_in()), tmp_path / "x", format="deepspec")
     assert not (tmp_path / "x").exists()
+
+
+def deepspark_fill_in():
+    return speculators_json(speculators_model_type="dspark", **DSPARK)  # its sample_from_anchor is false
+
+
+@pytest.mark.parametrize(
+    ("given", "format"),
+    [
+        (dspark_json(), "laguna"),
+        (dspark_json(dflash_config={**laguna_json()["dflash_config"], "sample_from_anchor": True}), "laguna"),
+        (zlab_json(), "z-lab"),
+        (zlab_json(), "speculators"),
+        (speculators_json(), "z-lab"),
+        (speculators_json(draft_vocab_size=20), "speculators"),
+        (deepspark_fill_in(), "speculators"),
+        (deepspec_json(), "speculators"),
+        (deepspec_json(), "deepspec"),
+    ],
+)
+def test_what_is_written_in_a_format_is_read_back_to_the_bit(given, format, tmp_path):
+    drafter = random_drafter(given)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(torch.arange(20) * 2 + 1)
+    save_drafter(drafter, tmp_path, format=format, target_name="poolside/Laguna-XS-2.1")
+    again = load_drafter(tmp_path, tiny_target())
+    assert_same(drafter, again)
+    assert dataclasses.replace(again.config, format="laguna", num_target_layers=6) == dataclasses.replace(
+        drafter.config, format="laguna", num_target_layers=6
+    )
+    written = (tmp_path / "config.json").read_text()
+    assert '"causal": ' in written
+    assert '"sample_from_anchor": ' in written
+    assert not any("embed" in name or "lm_head" in name for name in tensors_of(tmp_path)) or drafter.lm_head
+
+
+def test_frozen_copies_of_the_targets_ends_in_a_dspark_checkpoint_are_not_used(tmp_path):
+    save_drafter(random_drafter(dspark_json()), tmp_path)
+    expected = load_drafter(tmp_path, tiny_target())
+    copies = {name: torch.ones(64, 32) for name in ("embed_tokens.weight", "lm_head.weight")}
+    rewrite(tmp_path, tensors_of(tmp_path) | copies)
+    again = load_drafter(tmp_path, tiny_target())
+    assert_same(again, expected)
+    assert again.lm_head is None
