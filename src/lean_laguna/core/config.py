@@ -6,6 +6,7 @@ Model architectures are described in ``model_config`` and ``drafter_config``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lean_laguna.core.types import MAX_SEED
 
 SpeculativeMethod = Literal["dflash"]
 DraftLength = int | Literal["auto"]
+RejectionSampleMethod = Literal["standard", "synthetic"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,18 @@ class SpeculativeConfig:
         method: How it drafts; None reads it from the drafter's own config.
         num_speculative_tokens: Draft tokens per step, 0 (off) to the drafter's limit, or "auto": chosen while
             running from measured step times and acceptance, off included.
+        rejection_sample_method: ``standard``: the target decides; ``synthetic``: drafts stand by a draw at
+            given rates, for timing only, and what comes out is not the model's output.
+        synthetic_acceptance_rates: Entry i is the probability that the first i + 1 drafts all stand.
+        synthetic_acceptance_length: In place of rates: mean tokens of a step, the target's own included.
     """
 
     model: str
     method: SpeculativeMethod | None = None
     num_speculative_tokens: DraftLength = "auto"
+    rejection_sample_method: RejectionSampleMethod = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse wrong values.
@@ -49,6 +58,46 @@ class SpeculativeConfig:
         if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
             raise ConfigError(
                 f"speculative config: 'num_speculative_tokens' must be a count from 0 or 'auto', found {k!r}"
+            )
+        if self.synthetic_acceptance_rates is not None:
+            object.__setattr__(self, "synthetic_acceptance_rates", _rates(self.synthetic_acceptance_rates))
+        self._check_synthetic()
+
+    @property
+    def is_synthetic(self) -> bool:
+        """True where drafts stand by given rates, so that the output is not the model's."""
+        return self.rejection_sample_method == "synthetic"
+
+    def synthetic_rates(self, max_draft_tokens: int) -> tuple[float, ...] | None:
+        """Return the rates to accept at, by position; None where the target decides."""
+        if not self.is_synthetic:
+            return None
+        length = self.synthetic_acceptance_length
+        if length is None:
+            return self.synthetic_acceptance_rates
+        return tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(max_draft_tokens))
+
+    def _check_synthetic(self) -> None:
+        where = "speculative config"
+        if self.rejection_sample_method not in ("standard", "synthetic"):
+            raise ConfigError(
+                f"{where}: 'rejection_sample_method' must be 'standard' or 'synthetic', "
+                f"found {self.rejection_sample_method!r}"
+            )
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        num_given = (rates is not None) + (length is not None)
+        if num_given != self.is_synthetic:
+            raise ConfigError(
+                f"{where}: one of 'synthetic_acceptance_rates' and 'synthetic_acceptance_length' goes "
+                f'with "rejection_sample_method": "synthetic", and none without it; found {num_given}'
+            )
+        if length is not None and not (is_finite_number(length) and length >= 1):
+            raise ConfigError(f"{where}: 'synthetic_acceptance_length' must be from 1, found {length!r}")
+        k = self.num_speculative_tokens
+        if rates is not None and k != "auto" and k > len(rates):
+            raise ConfigError(
+                f"{where}: 'synthetic_acceptance_rates' must have a rate for each of the {k} "
+                f"num_speculative_tokens, found {len(rates)}"
             )
 
     @classmethod
@@ -78,6 +127,18 @@ class SpeculativeConfig:
         return cls(**given)
 
 
+def _rates(given: Any) -> tuple[float, ...]:
+    """Read rates: numbers in [0, 1] that do not increase."""
+    values = tuple(given) if isinstance(given, list | tuple) else ()
+    is_rate = bool(values) and all(is_finite_number(v) and 0 <= v <= 1 for v in values)
+    if not is_rate or any(a < b for a, b in itertools.pairwise(values)):
+        raise ConfigError(
+            "speculative config: 'synthetic_acceptance_rates' must be numbers from 0 to 1 that do not "
+            f"increase, found {given!r:.200}"
+        )
+    return values
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything that fixes what an engine computes and how much it holds; printed with every result.
@@ -96,6 +157,12 @@ class EngineConfig:
         enable_prefix_caching: Keep the KV pages, and the drafter's context, of prompts for later requests.
         attention_factor: Overrides the YaRN attention factor of the checkpoint's full-attention layers.
         seed: Seeds requests that bring no seed of their own; None draws one.
+        kernels: ``torch``: plain PyTorch; ``triton``: the kernels of ``kernels.triton``, on a GPU or under
+            Triton's interpreter; ``auto``: Triton on a GPU, where the models allow it.
+        load_format: ``auto`` reads weights; ``dummy`` draws them at random, for timing only: of ``shape``, or
+            of the model folder's ``config.json``.
+        shape: With ``dummy``: a published model's name, such as ``laguna-xs``; the drafter named ``dummy`` is
+            of the same family.
     """
 
     model: str = "nano"
@@ -110,6 +177,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_factor: float | None = None
     seed: int | None = None
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    shape: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -120,6 +190,8 @@ class EngineConfig:
         for name, accepted in (
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("kernels", ("auto", "torch", "triton")),
+            ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
@@ -146,11 +218,20 @@ class EngineConfig:
             raise ConfigError(f"attention_factor must be a finite number above 0, found {factor!r}")
         if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
             raise ConfigError(f"seed must be a whole number in 0 .. 2**64 - 1, found {seed!r}")
+        if self.shape is not None and self.load_format != "dummy":
+            raise ConfigError(
+                f"shape {self.shape!r} goes with load_format 'dummy' only; a checkpoint has its own"
+            )
         if self.prefill_chunk_size % self.kv_block_size:
             raise ConfigError(
                 f"prefill_chunk_size ({self.prefill_chunk_size}) must be a multiple of kv_block_size "
                 f"({self.kv_block_size})"
             )
+
+    @property
+    def is_synthetic(self) -> bool:
+        """True where what comes out is no model's output: random weights, or drafts that stand by a draw."""
+        return self.load_format == "dummy" or bool(self.speculative and self.speculative.is_synthetic)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], where: str = "engine config") -> EngineConfig:
