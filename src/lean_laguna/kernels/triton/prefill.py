@@ -217,7 +217,7 @@ class PrefillStep:
         torch.mm(normed, attention.qkv.t(), out=qkv)
         norms, cache = (attention.q_norm, attention.k_norm), self.caches.layers[i]
         append_keys(qkv, norms[1], layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
-        tile = self.tiles.attention(rows, shape)
+        tile = self.tiles.attention(shape)
         attend_chunk(
             qkv, heads, norms[0], layer.rotary, cache, table, shape, first, num_tokens, tile, eps=eps
         )

@@ -1,0 +1,226 @@
+"""What prefill does row by row between products: embedding, norms, residual, SiLU, the sum over experts.
+
+One program a row; rows from ``num_tokens`` on are left as they are. Source: Hugging Face transformers 5.24,
+modeling_laguna.py; rounded where the decode kernels round.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lean_laguna.kernels.triton.launch import cdiv, power_of_two
+from lean_laguna.kernels.triton.primitives import normalise
+
+
+@triton.jit
+def _store_normed(h, d, out_ptr, weight_ptr, eps, D: tl.constexpr):
+    wide = h.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+    tl.store(out_ptr + d, normalise(h, inverse, weight), mask=d < D)
+
+
+@triton.jit
+def _embed_norm_kernel(
+    ids_ptr, table_ptr, weight_ptr, hidden_ptr, normed_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    h = tl.load(table_ptr + token * D + d, mask=d < D, other=0.0)
+    tl.store(hidden_ptr + row * D + d, h, mask=d < D)
+    _store_normed(h, d, normed_ptr + row * D, weight_ptr, eps, D)
+
+
+@triton.jit
+def _add_norm_kernel(
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    normed_ptr,
+    tap_ptr,
+    eps,
+    tap_stride,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAP: tl.constexpr,
+):
+    DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    old = tl.load(hidden_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    h = (old + delta).to(DTYPE)
+    tl.store(hidden_ptr + row * D + d, h, mask=d < D)
+    if TAP:
+        tl.store(tap_ptr + row * tap_stride + d, h, mask=d < D)
+    _store_normed(h, d, normed_ptr + row * D, weight_ptr, eps, D)
+
+
+@triton.jit
+def _combine_kernel(
+    hidden_ptr,
+    terms_ptr,
+    shared_ptr,
+    weight_ptr,
+    normed_ptr,
+    tap_ptr,
+    scaling,
+    eps,
+    tap_stride,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAP: tl.constexpr,
+):
+    DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for a in tl.static_range(A):
+        total += tl.load(terms_ptr + (row * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    y = (total.to(DTYPE).to(tl.float32) * scaling).to(DTYPE)
+    shared = tl.load(shared_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    y = (y.to(tl.float32) + shared).to(DTYPE)
+    old = tl.load(hidden_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    h = (old + y.to(tl.float32)).to(DTYPE)
+    tl.store(hidden_ptr + row * D + d, h, mask=d < D)
+    if TAP:
+        tl.store(tap_ptr + row * tap_stride + d, h, mask=d < D)
+    _store_normed(h, d, normed_ptr + row * D, weight_ptr, eps, D)
+
+
+@triton.jit
+def _silu_kernel(both_ptr, act_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(both_ptr + row * stride + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * stride + F + f, mask=f < F, other=0.0).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE)
+    tl.store(act_ptr + row * F + f, (gate.to(tl.float32) * up).to(DTYPE), mask=f < F)
+
+
+def embed_norm(
+    input_ids: Tensor,
+    table: Tensor,
+    norm: Tensor,
+    hidden: Tensor,
+    normed: Tensor,
+    num_tokens: int,
+    eps: float,
+) -> None:
+    """Copy each token's embedding [D] of ``table`` [V, D] to ``hidden`` [T, D] and its RMSNorm to ``normed``.
+
+    Args:
+        input_ids: [T] int32.
+        table: [V, D].
+        norm: [D] weight of the first layer's input norm.
+        hidden: [T, D], written.
+        normed: [T, D], written.
+        num_tokens: Rows that count.
+        eps: Of the norm.
+    """
+    D = table.shape[1]
+    _embed_norm_kernel[(num_tokens,)](
+        input_ids, table, norm, hidden, normed, eps, D=D, BLOCK=power_of_two(D), num_warps=8
+    )
+
+
+def add_norm(
+    hidden: Tensor,
+    delta: Tensor,
+    norm: Tensor,
+    normed: Tensor,
+    num_tokens: int,
+    eps: float,
+    *,
+    tap: Tensor | None = None,
+) -> None:
+    """Add ``delta`` to the residual stream and normalise it for the next block.
+
+    Args:
+        hidden: [T, D], changed in place.
+        delta: [T, D].
+        norm: [D] weight of the next block's RMSNorm.
+        normed: [T, D], written.
+        num_tokens: Rows that count.
+        eps: Of the norm.
+        tap: [T, D], any row stride: a second copy of the residual stream, or None.
+    """
+    D = hidden.shape[1]
+    _add_norm_kernel[(num_tokens,)](
+        hidden,
+        delta,
+        norm,
+        normed,
+        hidden if tap is None else tap,
+        eps,
+        D if tap is None else tap.stride(0),
+        D=D,
+        BLOCK=power_of_two(D),
+        TAP=tap is not None,
+        num_warps=8,
+    )
+
+
+def combine(
+    hidden: Tensor,
+    terms: Tensor,
+    shared: Tensor,
+    norm: Tensor,
+    normed: Tensor,
+    num_tokens: int,
+    eps: float,
+    *,
+    scaling: float,
+    tap: Tensor | None = None,
+) -> None:
+    """Add scaling * sum of a token's terms, and the shared expert, to the residual stream; normalise it.
+
+    Args:
+        hidden: [T, D], changed in place.
+        terms: [T, A, D] weighted outputs of a token's experts, ascending by id; summed in this order in
+            float32.
+        shared: [T, D] output of the shared expert.
+        norm: [D] weight of the next block's RMSNorm.
+        normed: [T, D], written.
+        num_tokens: Rows that count.
+        eps: Of the norm.
+        scaling: Factor of the routed sum.
+        tap: [T, D], any row stride: a second copy of the residual stream, or None.
+    """
+    D = hidden.shape[1]
+    _combine_kernel[(num_tokens,)](
+        hidden,
+        terms,
+        shared,
+        norm,
+        normed,
+        hidden if tap is None else tap,
+        scaling,
+        eps,
+        D if tap is None else tap.stride(0),
+        A=terms.shape[1],
+        D=D,
+        BLOCK=power_of_two(D),
+        TAP=tap is not None,
+        num_warps=8,
+    )
+
+
+def silu_and_mul(both: Tensor, act: Tensor, num_tokens: int) -> None:
+    """Write silu(gate) * up.
+
+    Args:
+        both: [T, 2F] gate columns, then up columns; any row stride.
+        act: [T, F], written.
+        num_tokens: Rows that count.
+    """
+    F = act.shape[1]
+    block = min(1024, power_of_two(F))
+    _silu_kernel[(num_tokens, cdiv(F, block))](
+        both, act, both.stride(0), F=F, BLOCK=block, num_warps=max(1, block // 256)
+    )

@@ -1,0 +1,74 @@
+"""Tiles of prefill by kernel class: what ``benchmarks/gpu_prefill.py`` measured fastest on an H200.
+
+A tile fixes the order of sums, so it may follow a chunk's padded shape and a layer's shape, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lean_laguna.kernels.triton.attention import AttentionShape
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Queries of a program, keys it takes at a time, warps, depth of the software pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """Shape of one program of the experts' products.
+
+    Attributes:
+        rows: Rows of one expert; both products share it.
+        up: Gate columns of the first product; as many up columns beside them.
+        down: Columns of the second.
+        block_k: K elements taken at a time.
+        up_warps: Warps of the first product.
+        down_warps: Of the second.
+        up_stages: Depth of the software pipeline of the first product.
+        down_stages: Of the second.
+        tensor_maps: Weights come by tensor maps (sm_90 and later), not by addresses.
+    """
+
+    rows: int
+    up: int
+    down: int
+    block_k: int
+    up_warps: int
+    down_warps: int
+    up_stages: int
+    down_stages: int
+    tensor_maps: bool = False
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Tiles of a chunk.
+
+    Attributes:
+        full: Of attention to everything.
+        sliding: Of attention to a window.
+        few: Of the experts in chunks of fewer than ``many_rows`` rows.
+        many: Of the experts in chunks of at least so many.
+        many_rows: Where an expert gets enough rows for the larger tile.
+    """
+
+    full: AttentionTile = field(default=AttentionTile(128, 64, 8, 3))
+    sliding: AttentionTile = field(default=AttentionTile(128, 64, 8, 3))
+    few: ExpertTile = field(default=ExpertTile(64, 64, 128, 64, 4, 4, 4, 4))
+    many: ExpertTile = field(default=ExpertTile(128, 128, 128, 64, 8, 8, 3, 3))
+    many_rows: int = 4096
+
+    def attention(self, shape: AttentionShape) -> AttentionTile:
+        """Return the tile of a layer."""
+        return self.sliding if shape.window else self.full
+
+    def experts(self, rows: int) -> ExpertTile:
+        """Return the experts' tile of a chunk padded to ``rows``."""
+        return self.many if rows >= self.many_rows else self.few
