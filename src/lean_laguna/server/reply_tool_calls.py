@@ -123,7 +123,7 @@ class ToolCallParser:
         name, rest = raw_name.rstrip(), head[len(raw_name) :]
         tag = next((tag for tag in (KEY_START, CALL_END) if rest.startswith(tag)), None)
         may_come = any(tag.startswith(rest) for tag in (KEY_START, CALL_END))
-        is_name = len(raw_name) <= _LONGEST_NAME and "\n" not in name
+        is_name = len(raw_name) <= _LONGEST_NAME and "\n" not in name and not name.startswith("{")
         if is_name and tag is None and may_come:
             return False
         if not is_name or tag is None or (not name and tag == KEY_START):
