@@ -135,9 +135,9 @@ def _split(flat: Tensor, rows: int, *widths: int) -> list[Tensor]:
 class PrefillStep:
     """Prefill of one chunk of one sequence; owns nothing.
 
-    Launches only: no host sync, so the call returns before the GPU is done, and the results are in stream
-    order. ``scratch`` may be shared with whatever runs on the same stream. The K/V of the chunk's tokens are in
-    the cache afterwards, as the decode kernels would have laid them out, so a ``TargetStep`` can go on from it.
+    Launches only: no host sync, so the call returns before the GPU is done, and results are in stream order.
+    The chunk's keys and values are in the cache afterwards, laid out as the decode kernels would have, so a
+    ``TargetStep`` can go on from them.
 
     Attributes:
         weights: Of the target.

@@ -73,7 +73,7 @@ def append_keys(
         qkv: [C, shape.width] q, k, v and gate as projected.
         k_norm: [P] weight of the key norm; anything where the shape has none.
         rotary: cos and sin, [max_model_len, rotary_dim / 2] each.
-        cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the tokens' slots are written.
+        cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the tokens' slots written.
         table: [.] int32 block table of the sequence.
         shape: Of this layer.
         first: Position of the chunk's first token.
@@ -143,10 +143,7 @@ def _take_keys(
             slot = block.to(tl.int64) * KV_BLOCK + key % KV_BLOCK
         k_at = k_ptr + slot[None, :] * STRIDE + d[:, None]
         v_at = v_ptr + slot[:, None] * STRIDE + d[None, :]
-        if MASK:
-            k = tl.load(k_at, mask=kept[None, :], other=0.0)
-        else:
-            k = tl.load(k_at)
+        k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK else tl.load(k_at)
         scores = tl.dot(q, k)
         if MASK:
             seen = (key[None, :] <= position[:, None]) & kept[None, :]
@@ -162,10 +159,7 @@ def _take_keys(
         fade = tl.exp2(peak - safe)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
-        if MASK:
-            v = tl.load(v_at, mask=kept[:, None], other=0.0)
-        else:
-            v = tl.load(v_at)
+        v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK else tl.load(v_at)
         acc = tl.dot(p.to(DTYPE), v, acc)
         peak = new_peak
     return peak, total, acc

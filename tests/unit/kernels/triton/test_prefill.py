@@ -1,0 +1,230 @@
+"""Prefill equals the plain model chunk by chunk, decode goes on from it, and a chunk's bits are its own."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from tests.support.targets import PagedRun, laguna_json, random_ids, random_target
+
+from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.launch import Launch, Tile
+from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk, shape_rows
+from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
+from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
+from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.kernels.triton.weights import (
+    LayerWeights,
+    TargetWeights,
+    attention_weights,
+    dense_weights,
+    rotary_tables,
+    sparse_weights,
+)
+from lean_laguna.models.rope import inverse_frequencies
+
+CHUNK, LENGTH, PAGE = 32, 77, 4
+SMALL = AttentionTile(16, 16, 4, 2)
+EXPERTS = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
+TILES = PrefillTiles(full=SMALL, sliding=SMALL, few=EXPERTS, many=EXPERTS)
+TAPS = (0, 2, 3)
+
+
+def kernel_weights(target, dtype, device):
+    """A target's weights as the kernels take them."""
+    config, layers = target.config, []
+    state = {name: tensor.to(device, dtype) for name, tensor in target.state_dict().items()}
+    for i, kind in enumerate(config.layer_types):
+        rope, prefix = config.rope(kind), f"model.layers.{i}."
+        shape = AttentionShape(
+            num_heads=config.num_attention_heads_per_layer[i],
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_dim=rope.rotary_dim(config.head_dim),
+            window=config.sliding_window if kind == "sliding_attention" else 0,
+            has_gate=config.gating[i] == "per-head",
+        )
+        tables = rotary_tables(
+            inverse_frequencies(rope, config.head_dim).to(device), 256, rope.attention_scaling, dtype
+        )
+        if config.mlp_layer_types[i] == "dense":
+            mlp = dense_weights(state, prefix)
+        else:
+            mlp = sparse_weights(
+                state,
+                prefix,
+                top_k=config.num_experts_per_tok,
+                scaling=config.moe_routed_scaling_factor,
+                softcap=config.router_logit_softcapping,
+                norm_topk=config.norm_topk_prob,
+            )
+        layers.append(LayerWeights(attention_weights(state, prefix, shape), mlp, tables))
+    head = state["lm_head.weight"]
+    embed = state["model.embed_tokens.weight"]
+    return TargetWeights(embed, tuple(layers), state["model.norm.weight"], head, config.rms_norm_eps)
+
+
+class Scene:
+    """A random target as modules and as kernel weights, with pages and buffers full of NaN."""
+
+    def __init__(self, dtype, device, **changes):
+        self.dtype, self.device = dtype, device
+        given = laguna_json(head_dim=16, max_position_embeddings=256, **changes)
+        self.target = random_target(LagunaConfig.from_dict(given)).to(dtype).float()
+        self.weights = kernel_weights(self.target, dtype, device)
+        self.ids = random_ids(LENGTH, 3)
+
+    def step(self, seed=0, garbage=float("nan")):
+        """Fresh pages, in an order of their own, and fresh buffers."""
+        config, blocks = self.target.config, -(-LENGTH // PAGE) + 5
+        generator = torch.Generator().manual_seed(seed)
+        size = (blocks + 1, PAGE, config.num_key_value_heads, config.head_dim)
+
+        def filled(*shape, value=float("nan")):
+            return torch.full(shape, value, dtype=self.dtype, device=self.device)
+
+        tables = []
+        for kind in ("full_attention", "sliding_attention"):
+            table = torch.zeros(16, blocks, dtype=torch.int32)
+            table[1] = torch.randperm(blocks, generator=generator) + 1
+            tables.append((kind, table.to(self.device)))
+        pages = tuple((filled(*size), filled(*size)) for _ in config.layer_types)
+        caches = Caches(pages, tuple(dict(tables)[kind] for kind in config.layer_types))
+        scratch = PrefillScratch.allocate(self.weights, CHUNK)
+        for buffer in (scratch.hidden, scratch.normed, scratch.delta, scratch.work, scratch.sort.weights):
+            buffer.fill_(garbage)
+        taps = filled(CHUNK, len(TAPS), config.hidden_size)
+        return PrefillStep(self.weights, caches, scratch, TAPS, taps, TILES)
+
+    def feed(self, step, end=LENGTH, start=0):
+        """Run the chunks of a prompt; return hidden states and taps of every token."""
+        hidden, taps, at = [], [], start
+        while at < end:
+            n = next_chunk(at, end, CHUNK)
+            step.scratch.input_ids[:n] = self.ids[at : at + n].to(self.device)
+            hidden.append(step.run(step.scratch.input_ids, at, n, 1, all_rows=True).clone())
+            taps.append(step.taps[:n].clone())
+            at += n
+        return torch.cat(hidden), torch.cat(taps)
+
+    def keys(self, step, length=LENGTH):
+        """Keys and values by layer and position."""
+        at = torch.arange(length, device=self.device)
+        caches = step.caches
+        return [
+            tuple(pages[table[1, at // PAGE].long(), at % PAGE] for pages in layer)
+            for layer, table in zip(caches.layers, caches.tables, strict=True)
+        ]
+
+
+def assert_near(found, expected, dtype):
+    """Rows agree; in half precision a close call of the router may send a few of them elsewhere."""
+    found, expected = found.float().cpu().flatten(1), expected.float().flatten(1)
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert not error.isnan().any()
+    bound = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    share = 1.0 if dtype == torch.float32 else 0.75
+    assert error.quantile(share) < bound
+
+
+VARIANTS = [
+    {},
+    {"gating": False, "num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    {"moe_router_logit_softcapping": 0.5, "norm_topk_prob": False, "hidden_size": 48, "sliding_window": 21},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=["plain", "no gate, odd experts", "softcap, wide window"])
+def test_prefill_equals_the_model(dtype, device, changes):
+    if device == "cpu" and (dtype == torch.float16) == bool(changes):
+        dtype = torch.float32
+    scene = Scene(dtype, device, **changes)
+    step = scene.step()
+    hidden, taps = scene.feed(step)
+    run = PagedRun(scene.target, [LENGTH])
+    logits, expected_taps = run.step([(0, scene.ids)], TAPS)[0]
+    assert_near(hidden.float() @ scene.weights.head.float().T, logits, dtype)
+    assert_near(taps, expected_taps, dtype)
+    places = scene.target._place
+    for i, found in enumerate(scene.keys(step)):
+        group, layer = places[i]
+        storage = run.cache.storage(group, layer)
+        pages = storage[list(run.tables[0][group])].flatten(0, 1)[:LENGTH]
+        for which in (0, 1):
+            assert_near(found[which], pages[:, which], dtype)
+
+
+def test_a_chunks_bits_depend_on_nothing_but_its_tokens_and_keys(dtype, device, assert_same_bits):
+    scene = Scene(dtype, device)
+    step = scene.step()
+    hidden, taps = scene.feed(step)
+    other = scene.step(seed=5, garbage=3.0)
+    # The last chunk alone, its prefix taken from elsewhere, in other pages and over other leftovers.
+    start = LENGTH // CHUNK * CHUNK
+    at = torch.arange(start, device=device)
+    for i, layer in enumerate(scene.keys(step, start)):
+        own = other.caches.tables[i][1]
+        window = scene.weights.layers[i].attention.shape.window
+        seen = at if not window else at[max(0, start - window + 1) :]
+        for pages, kept in zip(other.caches.layers[i], layer, strict=True):
+            pages[own[seen // PAGE].long(), seen % PAGE] = kept[seen]
+    alone, alone_taps = scene.feed(other, start=start)
+    assert_same_bits(alone, hidden[start:])
+    assert_same_bits(alone_taps, taps[start:])
+    for mine, theirs in zip(scene.keys(other), scene.keys(step), strict=True):
+        for which in (0, 1):
+            assert_same_bits(mine[which][start:], theirs[which][start:])
+
+
+def test_the_last_row_is_what_is_asked_for(device, assert_same_bits):
+    scene = Scene(torch.float16, device)
+    whole = scene.feed(scene.step(), end=9)[0]
+    step = scene.step(seed=1)
+    step.scratch.input_ids[:9] = scene.ids[:9].to(device)
+    table = [step.caches.tables[i][1].clone() for i in range(4)]
+    step = dataclasses.replace(step, caches=Caches(step.caches.layers, ()))
+    last = step.run(step.scratch.input_ids, 0, 9, tables=tuple(table))
+    assert_same_bits(last, whole[8:])
+    with pytest.raises(ValueError, match="num_tokens must be 1 to 32, found 33"):
+        step.run(step.scratch.input_ids, 0, 33)
+
+
+def test_decode_goes_on_from_a_prefilled_prompt(dtype, device):
+    scene = Scene(dtype, device)
+    before = LENGTH - 3
+    prefill = scene.step()
+    scene.feed(prefill, end=before)
+    tiles = Tiles(**{f.name: Tile(32, 16, 2, 2, 2) for f in dataclasses.fields(Tiles)})
+    inputs, V = Inputs.allocate(device), scene.weights.head.shape[0]
+    logits = torch.full((16, V), float("nan"), device=device)
+    caches = prefill.caches
+    tables = tuple(table.roll(-1, 0) for table in caches.tables)
+    step = TargetStep(
+        scene.weights,
+        Caches(caches.layers, tables),
+        inputs,
+        Scratch.allocate(scene.weights.layers, scene.weights.head, tiles),
+        torch.zeros(16, dtype=torch.int32, device=device),
+        logits=logits,
+        launch=Launch(programs=2, attention_programs=2),
+        tiles=tiles,
+    )
+    inputs.input_ids[:3] = scene.ids[before:].to(device)
+    inputs.rows.num_rows.fill_(3)
+    inputs.rows.num_requests.fill_(1)
+    inputs.rows.row_count[0] = 3
+    inputs.rows.positions[:3] = torch.arange(before, LENGTH, device=device)
+    step.run()
+    expected = PagedRun(scene.target, [LENGTH]).step([(0, scene.ids)])[0][0]
+    assert_near(logits[:3], expected[before:], dtype)
+
+
+def test_chunks_lie_where_absolute_positions_say():
+    assert [next_chunk(at, 5000, 2048) for at in (0, 2048, 4096)] == [2048, 2048, 904]
+    assert [next_chunk(at, 40000, 2048, 8192) for at in (0, 6144, 8192, 32768)] == [2048, 2048, 8192, 7232]
+    assert [shape_rows(n, 2048) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 512, 2048, 2048]
+    assert [shape_rows(n, 96) for n in (1, 96)] == [96, 96]
+    assert shape_rows(700, 768) == 768
