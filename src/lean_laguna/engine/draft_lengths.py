@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lean_laguna.core.config import DraftLength, EngineConfig
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.draft_length import DraftLengthController
+from lean_laguna.spec.proposer import Proposer
 
 
 class DraftLengths:
@@ -62,3 +64,15 @@ class DraftLengths:
     def explain(self) -> str | None:
         """Say in one line what is used and why; None without a drafter."""
         return self.controller.explain() if self.controller is not None else None
+
+
+def controller_for(
+    proposer: Proposer | None, num_speculative_tokens: DraftLength | None, config: EngineConfig
+) -> DraftLengthController | None:
+    """Return the controller for a drafter; the configuration says the length where the caller does not."""
+    if proposer is None:
+        return None
+    configured = config.speculative.num_speculative_tokens if config.speculative else "auto"
+    return DraftLengthController(
+        proposer.max_draft_tokens, configured if num_speculative_tokens is None else num_speculative_tokens
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,9 @@ from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.block_table import quota_blocks
 from lean_laguna.engine.scheduler import SchedulerLimits
-from lean_laguna.models.kv_cache import KVCache, KVGroup
+from lean_laguna.models.kv_cache import KVGroup
+
+Cache = TypeVar("Cache")
 
 FREE_MEMORY_SHARE = 4
 """Without a given budget, KV takes at most 1 / this of the free memory; activations need room too."""
@@ -110,8 +113,18 @@ def kv_cache_for(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[KVCache, KVBudget]:
+    allocate: Callable[..., Cache],
+) -> tuple[Cache, KVBudget]:
     """Plan and allocate the KV cache of an engine.
+
+    Args:
+        groups: The KV groups of target and drafter.
+        config: Of the engine.
+        limits: Of its scheduler.
+        max_model_len: Longest prompt plus output, tokens.
+        dtype: Of keys and values.
+        device: Where they lie.
+        allocate: ``models.kv_cache.KVCache``, or what takes the same arguments.
 
     Raises:
         ConfigError: Not one full-length sequence fits, or the memory asked for is not there.
@@ -129,7 +142,7 @@ def kv_cache_for(
         is_budget_given=given is not None,
     )
     try:
-        cache = KVCache(groups, budget.num_blocks, config.kv_block_size, dtype, device)
+        cache = allocate(groups, budget.num_blocks, config.kv_block_size, dtype, device)
     except (RuntimeError, TypeError):  # out of memory, or more than a tensor can be
         raise ConfigError(
             f"the KV cache needs {budget.total_bytes} bytes, more than this machine can give; ask for less "

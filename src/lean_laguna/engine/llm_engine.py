@@ -8,27 +8,28 @@ emits depends on its request alone, not on drafts, neighbours, chunks or cached 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from lean_laguna.core.config import DraftLength, EngineConfig
-from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.draft_lengths import DraftLengths
+from lean_laguna.core.types import Logprob, SamplingParams
+from lean_laguna.engine.draft_lengths import DraftLengths, controller_for
 from lean_laguna.engine.intake import Intake, context_limit
-from lean_laguna.engine.kv_budget import kv_cache_for
+from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
 from lean_laguna.engine.logprobs import prompt_logprobs, with_text
 from lean_laguna.engine.model_runner import ComputedRows, ModelRunner, Run, Target
 from lean_laguna.engine.output import CompletionDelta
 from lean_laguna.engine.scheduler import PrefillChunk, Scheduler, SchedulerLimits
 from lean_laguna.engine.sequence import RequestState, SequenceState
 from lean_laguna.engine.statistics import EngineCounters, EngineStats
+from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.spec.acceptance import accept
-from lean_laguna.spec.draft_length import DraftLengthController
+from lean_laguna.spec.acceptance import Acceptance, accept
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import Proposer
 from lean_laguna.spec.sampling import RowBlock, SampledRows, sample_rows
+from lean_laguna.spec.synthetic import SyntheticAcceptance
 
 
 class LLMEngine:
@@ -44,6 +45,8 @@ class LLMEngine:
         controller: Chooses the draft length; None without a drafter.
         kv_bytes: Bytes set aside for keys and values.
     """
+
+    _STEPS_AHEAD = 0
 
     def __init__(
         self,
@@ -74,25 +77,23 @@ class LLMEngine:
             config.prefill_chunk_size,
             config.kv_block_size,
             proposer.max_draft_tokens if proposer is not None else 0,
+            self._STEPS_AHEAD,
         )
-        self.controller = _controller(proposer, num_speculative_tokens, config)
+        self.controller = controller_for(proposer, num_speculative_tokens, config)
         self._draft_lengths = DraftLengths(self.controller)
-        weight = next(target.parameters())
+        vocab_size = target.config.vocab_size
+        self._noise = NoiseCache(vocab_size)
+        self._synthetic = _synthetic(proposer, config)
         groups = (*target.kv_groups(), *(proposer.kv_groups() if proposer is not None else ()))
-        kv_cache, budget = kv_cache_for(
-            groups, config, limits, self.max_model_len, weight.dtype, weight.device
-        )
-        self.kv_bytes = budget.total_bytes
         used = [i for i, group in enumerate(groups) if group.num_layers]
+        budget = self._set_up(groups, used, limits)
+        self.kv_bytes = budget.total_bytes
         self.scheduler = Scheduler(
             limits,
             [groups[i] for i in used],
             [budget.num_blocks[i] for i in used],
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        vocab_size = target.config.vocab_size
-        self._noise = NoiseCache(vocab_size)
-        self._runner = ModelRunner(target, proposer, kv_cache, used, weight.device, self._noise)
         self._intake = Intake(
             tokenizer,
             vocab_size,
@@ -104,6 +105,15 @@ class LLMEngine:
         self._requests: dict[str, RequestState] = {}
         self._counters = EngineCounters()
         self._deltas: list[CompletionDelta] = []
+
+    def _set_up(self, groups: Sequence[KVGroup], used: Sequence[int], limits: SchedulerLimits) -> KVBudget:
+        """Set the KV cache aside and put the runner together; ``used`` are the groups that have layers."""
+        weight = next(self.target.parameters())
+        kv_cache, budget = kv_cache_for(
+            groups, self.config, limits, self.max_model_len, weight.dtype, weight.device, KVCache
+        )
+        self._runner = ModelRunner(self.target, self.proposer, kv_cache, used, weight.device, self._noise)
+        return budget
 
     @property
     def has_unfinished(self) -> bool:
@@ -209,7 +219,7 @@ class LLMEngine:
             logits = self._runner.logits(computed.hidden_states, last_rows)
             sampled = sample_rows(logits, [RowBlock(s.sampling) for s in starting], self._noise)
             for i, sequence in enumerate(starting):
-                self._emit(sequence, sampled.token_ids[i], 0, sampled, i, deltas)
+                self._emit(sequence, sampled.token_ids[i], 0, deltas, _candidates(sequence, sampled, i, 1))
         self._counters.num_steps += 1
         self._counters.prefill_s += time.perf_counter() - start_s
 
@@ -245,13 +255,15 @@ class LLMEngine:
         sampled = sample_rows(logits, blocks, self._noise)
         accepted, num_standing = [], []
         for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            verdict = accept(draft, sampled.token_ids[i])
+            verdict = self._accept(sequence, draft, sampled.token_ids[i])
             accepted.append((len(draft), verdict.num_accepted_tokens))
             if sequence.speculation is not None:
                 sequence.speculation.record(*accepted[-1])
                 self._counters.speculation.record(*accepted[-1])
             sequence.num_computed += len(verdict.token_ids)
-            self._emit(sequence, verdict.token_ids, verdict.num_accepted_tokens, sampled, i, deltas)
+            tokens, num_accepted = verdict.token_ids, verdict.num_accepted_tokens
+            found = _candidates(sequence, sampled, i, len(tokens))
+            self._emit(sequence, tokens, num_accepted, deltas, found)
             goes_on = sequence.is_admitted and sequence.wants_drafts
             num_standing.append(len(verdict.token_ids) if goes_on else 0)
         verified_s = time.perf_counter()
@@ -268,20 +280,26 @@ class LLMEngine:
                 verify_s=verified_s - drafted_s,
             )
 
+    def _accept(
+        self, sequence: SequenceState, draft: Sequence[int], sampled_token_ids: Sequence[int]
+    ) -> Acceptance:
+        """Judge one verified block whose anchor stands at ``sequence.num_computed``."""
+        if self._synthetic is None:
+            return accept(draft, sampled_token_ids)
+        return self._synthetic.accept(draft, sampled_token_ids, sequence.sampling.seed, sequence.num_computed)
+
     def _emit(
         self,
         sequence: SequenceState,
         token_ids: list[int],
         num_accepted: int,
-        sampled: SampledRows,
-        block: int,
         deltas: list[CompletionDelta],
+        candidates: Sequence[Mapping[int, Logprob]] | None,
     ) -> None:
         """Commit a run of tokens to a sequence, and let go of it if one of them ends it."""
         completion, request = sequence.completion, sequence.request
         logprobs = None
-        if request.params.logprobs is not None:
-            candidates = sampled.logprobs(block, len(token_ids), request.params.logprobs)
+        if candidates is not None:
             logprobs = [with_text(row, self.tokenizer) for row in candidates]
         num_kept = completion.append(token_ids, num_accepted, logprobs)
         sequence.sampling.commit(token_ids[:num_kept])
@@ -297,13 +315,17 @@ class LLMEngine:
         deltas.append(completion.delta(request.request_id, sequence.index, is_request_finished))
 
 
-def _controller(
-    proposer: Proposer | None, num_speculative_tokens: DraftLength | None, config: EngineConfig
-) -> DraftLengthController | None:
-    """Return the controller for a drafter; the configuration says the length where the caller does not."""
-    if proposer is None:
+def _candidates(
+    sequence: SequenceState, sampled: SampledRows, block: int, num_tokens: int
+) -> list[dict[int, Logprob]] | None:
+    """Return the log-probabilities of a block's tokens where the request asked for them."""
+    wanted = sequence.request.params.logprobs
+    return None if wanted is None else sampled.logprobs(block, num_tokens, wanted)
+
+
+def _synthetic(proposer: Proposer | None, config: EngineConfig) -> SyntheticAcceptance | None:
+    """Return the rates that drafts stand at; None where the target decides."""
+    if proposer is None or config.speculative is None:
         return None
-    configured = config.speculative.num_speculative_tokens if config.speculative else "auto"
-    return DraftLengthController(
-        proposer.max_draft_tokens, configured if num_speculative_tokens is None else num_speculative_tokens
-    )
+    rates = config.speculative.synthetic_rates(proposer.max_draft_tokens)
+    return None if rates is None else SyntheticAcceptance(rates)

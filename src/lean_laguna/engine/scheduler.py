@@ -48,16 +48,23 @@ class SchedulerLimits:
         prefill_chunk_size: Prompt rows per step, and where chunks end.
         kv_block_size: Positions per KV block.
         max_draft_tokens: Most draft tokens verified with an anchor.
+        steps_ahead: Steps launched before the tokens of the first are known.
     """
 
     max_num_seqs: int
     prefill_chunk_size: int
     kv_block_size: int
     max_draft_tokens: int
+    steps_ahead: int = 0
+
+    @property
+    def decode_span(self) -> int:
+        """Most positions, from the anchor of a sequence on, that its launched steps may write."""
+        return (1 + self.steps_ahead) * (1 + self.max_draft_tokens)
 
     def rows_per_step(self, total_positions: int) -> int:
-        """Return the most rows of one sequence in one pass."""
-        return min(total_positions, max(self.prefill_chunk_size, 1 + self.max_draft_tokens))
+        """Return the most positions of one sequence written while those before are still needed."""
+        return min(total_positions, max(self.prefill_chunk_size, self.decode_span))
 
 
 class Scheduler:

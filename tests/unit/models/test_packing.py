@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lean_laguna.models.packing import lay_out_experts, pack_rows
+from lean_laguna.models.packing import lay_out_experts, pack_rows, stack_rows
 
 
 @pytest.mark.parametrize("width", [4, 64])
@@ -26,7 +26,7 @@ def test_a_step_of_training_reaches_the_joint_weight():
 
 
 def test_one_large_weight_stays_where_it_is():
-    parameter = nn.Parameter(torch.randn(2048, 256))
+    parameter = nn.Parameter(torch.empty(4096, 1024))
     assert pack_rows([parameter]) is parameter
 
 
@@ -36,3 +36,15 @@ def test_experts_lie_transposed_one_by_one():
     lay_out_experts(parameter)
     assert torch.equal(parameter, before)
     assert parameter[1].t().is_contiguous()
+
+
+def test_stacked_rows_keep_their_values_and_are_not_moved_twice():
+    first, second = (torch.nn.Parameter(torch.randn(n, 6)) for n in (4, 3))
+    expected = torch.cat((first, second)).detach().clone()
+    joint = stack_rows([first, second])
+    assert torch.equal(joint, expected)
+    assert torch.equal(torch.cat((first, second)), expected)
+    assert first.data_ptr() == joint.data_ptr()
+    again = stack_rows([first, second])
+    assert again.data_ptr() == joint.data_ptr()
+    assert torch.equal(again, expected)

@@ -1,0 +1,86 @@
+"""What host and device say to each other about up to 16 rows: one small block of memory on either side.
+
+A step reads and changes the device's block; the host writes one whole to lay requests out, and reads one
+whole after each step. So nothing is sent field by field, and requests that wait keep their block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MAX_ROWS = 16
+"""Rows, and requests, of one step; ``kernels.triton.launch`` has the same number."""
+MAX_STOPS = 8
+"""Stop tokens of a request that the device looks for; the host finds any."""
+RING = 64
+"""Tokens kept of each request; a step brings at most 16."""
+
+# Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes.
+_FIELDS: tuple[tuple[str, int, str], ...] = (
+    ("row_seeds", 2 * MAX_ROWS, "int64"),
+    ("seeds", 2 * MAX_ROWS, "int64"),
+    ("row_temperatures", MAX_ROWS, "float32"),
+    ("temperatures", MAX_ROWS, "float32"),
+    ("input_ids", MAX_ROWS, "int32"),
+    ("sampled", MAX_ROWS, "int32"),
+    ("positions", MAX_ROWS, "int32"),
+    ("row_request", MAX_ROWS, "int32"),
+    ("row_start", MAX_ROWS, "int32"),
+    ("row_count", MAX_ROWS, "int32"),
+    ("num_rows", 4, "int32"),
+    ("num_requests", 4, "int32"),
+    ("remaining", MAX_ROWS, "int32"),
+    ("num_drafts", MAX_ROWS, "int32"),
+    ("emitted", MAX_ROWS, "int32"),
+    ("accepted", MAX_ROWS, "int32"),
+    ("drafted", MAX_ROWS, "int32"),
+    ("stop_ids", MAX_ROWS * MAX_STOPS, "int32"),
+    ("ring", MAX_ROWS * RING, "int32"),
+)
+_SHAPES = {"stop_ids": (MAX_ROWS, MAX_STOPS), "ring": (MAX_ROWS, RING)}
+NUM_WORDS = sum(words for _, words, _ in _FIELDS)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of state, on a host or a device.
+
+    Attributes:
+        words: [NUM_WORDS] int32.
+        fields: Views of it by name; most are [MAX_ROWS], ``stop_ids`` [MAX_ROWS, MAX_STOPS], ``ring``
+            [MAX_ROWS, RING], ``num_rows`` and ``num_requests`` count in their first entry.
+    """
+
+    words: Tensor
+    fields: dict[str, Tensor]
+
+    @classmethod
+    def allocate(cls, device: torch.device | str, *, pinned: bool = False) -> Block:
+        """Return a block of zeros.
+
+        Args:
+            device: Where it lies.
+            pinned: On the host, in memory that the device copies from and to on its own.
+        """
+        words = torch.zeros(NUM_WORDS, dtype=torch.int32, device=device, pin_memory=pinned)
+        fields, at = {}, 0
+        for name, size, dtype in _FIELDS:
+            part = words[at : at + size].view(getattr(torch, dtype))
+            fields[name] = part.view(_SHAPES[name]) if name in _SHAPES else part
+            at += size
+        return cls(words, fields)
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Return the fields of a host block as arrays that share its memory."""
+        return {name: part.numpy() for name, part in self.fields.items()}
+
+
+def pinned_copy(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return values in host memory from which a copy to ``device`` needs no wait."""
+    host = torch.from_numpy(values)
+    return host.pin_memory() if device.type == "cuda" else host

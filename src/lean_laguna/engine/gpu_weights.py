@@ -1,0 +1,240 @@
+"""A target's and a drafter's modules as the Triton kernels read their weights, without a second copy.
+
+Projections of one input are moved side by side once; the modules' parameters become views of the joint ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.model_config import Gating, LagunaConfig
+from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dflash_layers import DFlashLayer
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.laguna_layers import MLP, Attention, DecoderLayer, SparseMoe
+from lean_laguna.models.packing import stack_rows
+from lean_laguna.models.rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from lean_laguna.core.rope_config import RopeConfig
+    from lean_laguna.kernels.triton.attention import AttentionShape
+    from lean_laguna.kernels.triton.weights import (
+        AttentionWeights,
+        DrafterWeights,
+        LayerWeights,
+        SparseWeights,
+        TargetWeights,
+    )
+
+
+def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
+    """Say why these models cannot run on the Triton kernels; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on a CPU they run under Triton's interpreter only (TRITON_INTERPRET=1)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than sm_80"
+    if type(target) is not LagunaForCausalLM:
+        return f"they run Laguna targets with plain weights, not {type(target).__name__}"
+    if any(not weight.is_floating_point() for weight in target.parameters()):
+        return "the target's weights are quantised"
+    reason = _why_not_target(target.config)
+    if reason is None and drafter is not None:
+        if type(drafter) is not DFlashDrafter:
+            return f"they run DFlash drafters with plain weights, not {type(drafter).__name__}"
+        reason = _why_not_drafter(drafter.config)
+    return reason
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def _why_not_target(config: LagunaConfig) -> str | None:
+    if "per-element" in config.gating:
+        return "the target's attention gate is per element"
+    if not _is_power_of_two(config.head_dim):
+        return f"head_dim {config.head_dim} is not a power of two"
+    return None
+
+
+def _why_not_drafter(config: DFlashConfig) -> str | None:
+    if config.gating == "per-element":
+        return "the drafter's attention gate is per element"
+    if len(set(config.layer_windows)) > 1 or len(set(config.layer_causal)) > 1:
+        return "the drafter's layers are not all of one kind"
+    if not _is_power_of_two(config.head_dim):
+        return f"the drafter's head_dim {config.head_dim} is not a power of two"
+    return None
+
+
+def target_weights(target: LagunaForCausalLM, max_positions: int) -> TargetWeights:
+    """Lay a target's weights out for the kernels, in place.
+
+    Args:
+        target: The module; its parameters become views.
+        max_positions: Positions of the rotary tables.
+    """
+    from lean_laguna.kernels.triton.weights import TargetWeights
+
+    config, embed = target.config, target.model.embed_tokens.weight.detach()
+    tables = {
+        kind: _rotary(config.rope(kind), config.head_dim, max_positions, embed)
+        for kind in set(config.layer_types)
+    }
+    # Not under inference mode, whose tensors could never be trained on.
+    with torch.inference_mode(False), torch.no_grad():
+        layers = tuple(
+            _target_layer(config, i, layer, tables[config.layer_types[i]])
+            for i, layer in enumerate(target.layers)
+        )
+    head = target.lm_head.weight.detach().contiguous()
+    return TargetWeights(embed, layers, target.model.norm.weight.detach(), head, config.rms_norm_eps)
+
+
+def _target_layer(
+    config: LagunaConfig, index: int, layer: DecoderLayer, rotary: tuple[Tensor, Tensor]
+) -> LayerWeights:
+    from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
+
+    kind = config.layer_types[index]
+    shape = _shape(
+        config.num_attention_heads_per_layer[index],
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rope(kind),
+        config.sliding_window if kind == "sliding_attention" else None,
+        config.gating[index],
+    )
+    attention = _attention(shape, layer.self_attn, layer.input_layernorm.weight)
+    norm, mlp = layer.post_attention_layernorm.weight.detach(), layer.mlp
+    if isinstance(mlp, MLP):
+        joint = stack_rows([mlp.gate_proj.weight, mlp.up_proj.weight])
+        return LayerWeights(attention, DenseWeights(norm, joint, _plain(mlp.down_proj.weight)), rotary)
+    return LayerWeights(attention, _sparse(config, mlp, norm), rotary)
+
+
+def _attention(shape: AttentionShape, module: Attention, norm: Tensor) -> AttentionWeights:
+    from lean_laguna.kernels.triton.weights import AttentionWeights
+
+    return AttentionWeights(
+        shape=shape,
+        input_norm=norm.detach(),
+        qkv=stack_rows(module.projections()),
+        q_norm=module.q_norm.weight.detach(),
+        k_norm=module.k_norm.weight.detach(),
+        out=_plain(module.o_proj.weight),
+    )
+
+
+def _sparse(config: LagunaConfig, mlp: SparseMoe, norm: Tensor) -> SparseWeights:
+    from lean_laguna.kernels.triton.weights import SparseWeights
+
+    shared = mlp.shared_experts
+    return SparseWeights(
+        norm=norm,
+        router_gate_up=stack_rows([mlp.gate.weight, shared.gate_proj.weight, shared.up_proj.weight]),
+        bias=mlp.gate.e_score_correction_bias.detach().float().contiguous(),
+        gate_up=_plain(mlp.experts.gate_up_proj),
+        down=_plain(mlp.experts.down_proj),
+        shared_down=_plain(shared.down_proj.weight),
+        top_k=config.num_experts_per_tok,
+        scaling=config.moe_routed_scaling_factor,
+        softcap=config.router_logit_softcapping,
+        norm_topk=config.norm_topk_prob,
+    )
+
+
+def drafter_weights(drafter: DFlashDrafter, max_positions: int) -> DrafterWeights:
+    """Lay a drafter's weights out for the kernels, in place; arguments as for ``target_weights``."""
+    from lean_laguna.kernels.triton.weights import DrafterWeights
+
+    config, modules = drafter.config, [layer for layer in drafter.layers if isinstance(layer, DFlashLayer)]
+    rotary = _rotary(config.rope, config.head_dim, max_positions, drafter.norm)
+    with torch.inference_mode(False), torch.no_grad():
+        layers = tuple(_draft_layer(config, layer, rotary) for layer in modules)
+        norms = torch.stack([layer.input_layernorm for layer in modules]) if config.norm_context else None
+        return DrafterWeights(
+            layers=layers,
+            norm=drafter.norm.detach(),
+            aux_norms=None if drafter.aux_hidden_norms is None else drafter.aux_hidden_norms.detach(),
+            fc=_plain(drafter.fc.weight),
+            hidden_norm=drafter.hidden_norm.detach(),
+            context_norms=norms,
+            context_kv=torch.cat([layer.self_attn.kv_weight() for layer in modules]),
+            k_norms=torch.stack([layer.self_attn.k_norm for layer in modules]),
+            mask_token=config.mask_token_id,
+            eps=config.rms_norm_eps,
+        )
+
+
+def _draft_layer(config: DFlashConfig, layer: DFlashLayer, rotary: tuple[Tensor, Tensor]) -> LayerWeights:
+    from lean_laguna.kernels.triton.weights import AttentionWeights, DenseWeights, LayerWeights
+
+    module = layer.self_attn
+    shape = _shape(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rope,
+        config.window,
+        config.gating,
+        causal=config.causal,
+    )
+    projections = [module.qkv_proj.weight] + ([] if module.g_proj is None else [module.g_proj.weight])
+    attention = AttentionWeights(
+        shape=shape,
+        input_norm=layer.input_layernorm.detach(),
+        qkv=stack_rows(projections),
+        q_norm=module.q_norm.detach(),
+        k_norm=module.k_norm.detach(),
+        out=_plain(module.o_proj.weight),
+    )
+    mlp = DenseWeights(
+        layer.post_attention_layernorm.detach(),
+        _plain(layer.gate_up_proj.weight),
+        _plain(layer.down_proj.weight),
+    )
+    return LayerWeights(attention, mlp, rotary)
+
+
+def _shape(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: RopeConfig,
+    window: int | None,
+    gating: Gating,
+    *,
+    causal: bool = True,
+) -> AttentionShape:
+    from lean_laguna.kernels.triton.attention import AttentionShape
+
+    return AttentionShape(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        rope.rotary_dim(head_dim),
+        window or 0,
+        causal=causal,
+        has_gate=gating != "off",
+    )
+
+
+def _rotary(rope: RopeConfig, head_dim: int, max_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    from lean_laguna.kernels.triton.weights import rotary_tables
+
+    inverse = inverse_frequencies(rope, head_dim).to(like.device)
+    return rotary_tables(inverse, max_positions, rope.attention_scaling, like.dtype)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """Return a weight with its last dimension contiguous; on a GPU it always is."""
+    return weight.detach().contiguous()
