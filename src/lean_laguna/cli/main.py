@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
 
 PROG = "lean-laguna"
-COMMANDS = ("generate", "bench", "sweep", "parity", "train")
+COMMANDS = ("generate", "bench", "sweep", "parity", "train", "inspect")
 OK, CHECK_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 HELP = """\
 usage: lean-laguna COMMAND [options]
@@ -26,6 +26,7 @@ Laguna code models with speculative decoding that never changes the output.
   sweep      speed against draft length, and the best length on this machine
   parity     a verdict per prompt: identical, near-tie or mismatch
   train      train a tokenizer, a target or a drafter from a recipe
+  inspect    what is quantised how, bytes per token, the ceiling in tok/s, what is missing
 
   lean-laguna COMMAND --help    options and an example
   lean-laguna --version
