@@ -13,7 +13,7 @@ from rich.text import Text
 from lean_laguna.plan.traffic import TAIL_ACCEPTANCE
 from lean_laguna.plan.units import count, gb, gib, per_s
 
-BAR_WIDTH = 20
+BAR_WIDTH = 16
 LABELS = {"kv": "keys and values", "dense": "dense MLP", "head": "output head", "embedding": "embedding rows"}
 _KNOWN_FROM = {
     "headers": "from the headers of its files",
@@ -63,7 +63,7 @@ def _weights(found: Mapping[str, Any]) -> Table:
 
 def _token(found: Mapping[str, Any]) -> Table:
     token = found["token"]
-    table = _table("one token reads", "as", "bytes", "share", "", "weights alone*")
+    table = _table("one token reads", "as", "bytes", "share", "", "weights*")
     largest = max(part["share"] for part in token["parts"])
     for part in token["parts"]:
         if not part["bytes"]:
@@ -95,11 +95,11 @@ def _token_notes(found: Mapping[str, Any]) -> list[Text]:
     said = f"bandwidth: {bandwidth['origin']}"
     if bandwidth["reached"]:
         speed = bandwidth["reached"] / found["token"]["bytes"]
-        said += f"; programs have reached {per_s(bandwidth['reached'])} there: {speed:.0f} tok/s"
+        said += f", reached by programs: {per_s(bandwidth['reached'])} ({speed:,.0f} tok/s)"
     return [
         Text(f"{said}; context {found['context']:,}, no drafter", style="dim"),
         Text(
-            "* attention, routed and shared experts alone, as the DGX Spark recipe for Laguna-XS 2.1 counts",
+            "* attention, routed and shared experts only, as the DGX Spark recipe counts",
             style="dim",
         ),
     ]
@@ -107,10 +107,10 @@ def _token_notes(found: Mapping[str, Any]) -> list[Text]:
 
 def _rows(found: Mapping[str, Any]) -> Table:
     has_drafter = "drafter" in found
-    titles = ["rows", "experts/layer", "bytes", "ms", "× one row"]
+    titles = ["rows", "experts\na layer", "bytes", "ms", "× one\nrow"]
     if has_drafter:
-        titles += ["ms with drafter", "tokens/step", "needed", "tok/s at most"]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        titles += ["ms with\ndrafter", "tokens\na step", "needed", "tok/s\nat most"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     best = max((row.get("ceiling_tok_per_s", 0.0) for row in found["rows"]), default=0.0)
@@ -173,7 +173,7 @@ def _kv_format(found: Mapping[str, Any]) -> str:
 
 
 def _table(*titles: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i, title in enumerate(titles):
         table.add_column(title, justify="left" if i < 2 or not title else "right")
     return table
