@@ -1,0 +1,40 @@
+"""FP8: e4m3 codes with a scale per tensor, row, group or block; a weight is ``code * scale``.
+
+Encoding follows compressed-tensors step by step, each in the weight's own dtype.
+
+Source: compressed-tensors 0.20, quantization/utils/helpers.py, lifecycle/forward_helpers.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lean_laguna.quant.scaling import apply_by_tile, largest_by_tile
+from lean_laguna.quant.scheme import WeightScheme
+
+E4M3_MAX = 448.0
+
+
+def encode(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+    """Quantise a weight [N, K].
+
+    Returns:
+        Codes [N, K] float8_e4m3fn; scales in the weight's dtype and the scheme's shape.
+    """
+    scales = largest_by_tile(weight, scheme) / E4M3_MAX
+    scales[scales == 0] = torch.finfo(scales.dtype).eps
+    # Their zero point of 0 is added, which turns -0 into +0.
+    scaled = apply_by_tile(torch.div, weight, scales, scheme) + 0.0
+    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes, scales.reshape(scheme.scale_shape(*weight.shape))
+
+
+def encode_values(values: Tensor, scale: Tensor) -> Tensor:
+    """Return keys or values as an FP8 cache keeps them: e4m3 of ``values / scale``, saturated.
+
+    Args:
+        values: Of any shape.
+        scale: The layer's ``k_scale`` or ``v_scale``.
+    """
+    return (values.float() / scale.float()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
