@@ -1,10 +1,11 @@
 """Matrix products whose rows do not depend on their neighbours, on a CPU.
 
 A BLAS picks its blocking from the number of rows, so one row alone and the same row among eight may differ in
-the last bit. Here every product runs in tiles of a fixed number of rows, so a row's bits depend on that row
-and on the weight alone: prefill, decode and verification agree. Whether this machine's BLAS keeps a row's
-bits in any slot of a tile is checked once for each shape, with random data; where it does not, the rows of
-that shape run one by one.
+the last bit. Here a row's bits are by definition those that it has in a tile of ``ROW_TILE`` rows, so they
+depend on that row and on the weight alone: prefill, decode and verification agree. Whether this machine's
+BLAS keeps a row's bits in any slot of a tile is checked once for each shape, with random data; where it does
+not, the rows of that shape run one by one. The same check finds the other heights of a tile that give these
+very bits, often all but a single row: a lone row then runs as two, and sixteen rows in one product.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 ROW_TILE = 8
+TILE_HEIGHTS = (2, 4, ROW_TILE, 12, 16)
+"""Rows that a tile may have, where the check finds the bits of ``ROW_TILE`` rows."""
 # Weights of a product from which a BLAS no longer does well by eight rows at once; cut into panels
 # from there on.
-PANEL_FROM = 3 << 17
+PANEL_FROM = 1 << 22
 _PANEL = 256
 
 
@@ -39,25 +42,29 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.numel() >= PANEL_FROM and columns % _PANEL == 0 and weight.is_contiguous():
         return _panels(x, weight.view(-1, _PANEL, inner))
     transposed = weight.t()
-    tile = _row_tile(inner, columns, weight.stride(0) == 1, x.dtype, torch.get_num_threads())
-    if num_rows == tile:
+    heights = _heights(inner, columns, weight.stride(0) == 1, x.dtype, torch.get_num_threads()) or (1,)
+    if num_rows in heights:
         return torch.mm(x, transposed)
-    padded = -num_rows % tile
+    tile = heights[-1]
+    rest = num_rows % tile
+    last = next(height for height in heights if height >= rest) if rest else 0
+    padded = last - rest
     if padded:
         x = F.pad(x, (0, 0, 0, padded))
     out = x.new_empty(num_rows + padded, columns)
-    for i in range(0, num_rows, tile):
+    for i in range(0, num_rows - rest, tile):
         torch.mm(x[i : i + tile], transposed, out=out[i : i + tile])
+    if rest:
+        torch.mm(x[-last:], transposed, out=out[-last:])
     return out[:num_rows] if padded else out
 
 
-def is_tiled(weight: torch.Tensor) -> bool:
-    """Whether ``linear`` runs a weight [N, K] as one product of a tile."""
+def is_tiled(weight: torch.Tensor, rows: int = ROW_TILE) -> bool:
+    """Whether ``linear`` runs ``rows`` rows by a weight [N, K] as one product."""
     columns, inner = weight.shape
     if weight.numel() >= PANEL_FROM and columns % _PANEL == 0 and weight.is_contiguous():
         return False
-    is_transposed = weight.stride(0) == 1
-    return _row_tile(inner, columns, is_transposed, weight.dtype, torch.get_num_threads()) == ROW_TILE
+    return rows in _heights(inner, columns, weight.stride(0) == 1, weight.dtype, torch.get_num_threads())
 
 
 def is_batched(rows: int, inner: int, columns: int, b: torch.Tensor) -> bool:
@@ -67,17 +74,37 @@ def is_batched(rows: int, inner: int, columns: int, b: torch.Tensor) -> bool:
     return mode == "batched"
 
 
+def agrees(rows: int, others: int, inner: int, columns: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a row has the same bits in batches of [rows, inner] and of [others, inner] by [inner, columns].
+
+    Covers the second matrix laid out either way.
+    """
+    return _agree(rows, others, inner, columns, dtype, torch.get_num_threads())
+
+
 def _panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
     """Multiply rows [T, K] by a weight cut into panels [C, N / C, K], to [T, N]."""
     num_rows, count = x.shape[0], panels.shape[0]
-    padded = -num_rows % ROW_TILE
+    height = ROW_TILE
+    if num_rows < ROW_TILE:
+        height = next(rows for rows in TILE_HEIGHTS if rows >= num_rows and _fits_panels(rows, panels))
+    padded = -num_rows % height
     if padded:
         x = F.pad(x, (0, 0, 0, padded))
     transposed = panels.transpose(1, 2)
-    tiles = [batched_matmul(tile.expand(count, -1, -1), transposed) for tile in x.split(ROW_TILE)]
-    outs = [tile.transpose(0, 1).reshape(ROW_TILE, -1) for tile in tiles]
+    tiles = [batched_matmul(tile.expand(count, -1, -1), transposed) for tile in x.split(height)]
+    outs = [tile.transpose(0, 1).reshape(height, -1) for tile in tiles]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out[:num_rows] if padded else out
+
+
+def _fits_panels(rows: int, panels: torch.Tensor) -> bool:
+    """Whether so many rows by panels [C, N / C, K] have the bits of ``ROW_TILE`` rows."""
+    if rows == ROW_TILE:
+        return True
+    columns, inner = panels.shape[1:]
+    heights = _heights(inner, columns, False, panels.dtype, torch.get_num_threads())
+    return rows in heights and is_batched(rows, inner, columns, panels.transpose(1, 2))
 
 
 def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -101,16 +128,42 @@ def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _row_tile(inner: int, columns: int, is_transposed: bool, dtype: torch.dtype, num_threads: int) -> int:
-    """Rows per tile for one shape of weight: ``ROW_TILE`` where rows keep their bits in any slot, else 1."""
+def _heights(
+    inner: int, columns: int, is_transposed: bool, dtype: torch.dtype, num_threads: int
+) -> tuple[int, ...]:
+    """Heights of a tile, ascending, in which a row of this product keeps the bits of ``ROW_TILE`` rows.
+
+    Empty where rows do not even keep them in the slots of ``ROW_TILE`` rows.
+    """
     del num_threads  # A BLAS cuts a product up between threads, so the answer holds for this number of them.
     weight = _random(columns, inner, dtype=dtype)
     if is_transposed:
         weight = weight.t().contiguous().t()
-    if _keeps_rows(_random(ROW_TILE, inner, dtype=dtype), weight.t()):
-        return ROW_TILE
-    _report(f"{inner} x {columns}")
-    return 1
+    rows, transposed = _random(2 * ROW_TILE, inner, dtype=dtype), weight.t()
+    if not _keeps_rows(rows[:ROW_TILE], transposed):
+        _report(f"{inner} x {columns}")
+        return ()
+    expected = torch.cat([torch.mm(tile, transposed) for tile in rows.split(ROW_TILE)])
+    return tuple(
+        height
+        for height in TILE_HEIGHTS
+        if torch.equal(torch.mm(rows[:height], transposed), expected[:height])
+        and _keeps_rows(rows[:height], transposed)
+    )
+
+
+@functools.cache
+def _agree(rows: int, others: int, inner: int, columns: int, dtype: torch.dtype, num_threads: int) -> bool:
+    del num_threads
+    a, b = _random(max(rows, others), inner, dtype=dtype), _random(inner, columns, dtype=dtype)
+    shared = min(rows, others)
+    expected = torch.mm(a[:others], b)[:shared]
+    layouts = (b, b.t().contiguous().t())
+    return all(
+        torch.equal(torch.mm(a[:count], layout)[:shared], expected)
+        for count in (rows, others)
+        for layout in layouts
+    )
 
 
 @functools.cache

@@ -232,6 +232,7 @@ class DFlashDrafter(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._draft_layers():
                 layer.pack(True)
+            pack_rows([self.fc.weight])
             if self.lm_head is not None:
                 pack_rows([cast(nn.Parameter, self.lm_head.weight)])
         self._is_packed = True

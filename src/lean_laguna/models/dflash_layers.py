@@ -69,6 +69,7 @@ class DFlashAttention(nn.Module):
         if packed:
             weights = [self.qkv_proj.weight] + ([] if self.g_proj is None else [self.g_proj.weight])
             self._packed = pack_rows(weights)
+            pack_rows([self.o_proj.weight])
 
     def kv_weight(self) -> Tensor:
         """Return the [2JP, D] rows of the projection that make k and v."""
@@ -143,6 +144,7 @@ class DFlashLayer(nn.Module):
         self.self_attn.pack(packed)
         if packed:
             pack_rows([self.gate_up_proj.weight])
+            pack_rows([self.down_proj.weight])
 
     def run(self, residual: Tensor, rotation: Rotation, kv: Tensor, plan: BlockPlan) -> None:
         """Advance the residual stream [T, D] of packed block rows, in place."""

@@ -88,6 +88,8 @@ class Attention(nn.Module):
     def pack(self, packed: bool) -> None:
         """Join the input projections for the served path, or forget that they are joined."""
         self._packed = pack_rows(self.projections()) if packed else None
+        if packed:
+            pack_rows([self.o_proj.weight])
 
     def run(self, x: torch.Tensor, kv: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend from packed rows, after writing their keys and values.
@@ -163,6 +165,8 @@ class MLP(nn.Module):
     def pack(self, packed: bool) -> None:
         """Join gate and up for the served path, or forget that they are joined."""
         self._packed = pack_rows([self.gate_proj.weight, self.up_proj.weight]) if packed else None
+        if packed:
+            pack_rows([self.down_proj.weight])
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Transform packed rows [T, D]."""
@@ -232,6 +236,7 @@ class SparseMoe(nn.Module):
             lay_out_experts(parameter)
         shared = self.shared_experts
         self._packed = pack_rows([shared.gate_proj.weight, shared.up_proj.weight, self.gate.weight])
+        pack_rows([shared.down_proj.weight])
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Transform packed rows [T, D]."""

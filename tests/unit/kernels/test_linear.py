@@ -4,14 +4,15 @@ import torch
 from lean_laguna.kernels import linear as module
 from lean_laguna.kernels.linear import ROW_TILE, batched_matmul, linear
 
-# Inner and outer sizes: small, odd, wide, and one beyond the panel bound.
+# Inner and outer sizes: small, odd, wide, and one beyond the panel bound (see the fixture).
 SHAPES = [(32, 64), (37, 51), (256, 784), (384, 256), (192, 2048), (1, 3)]
 
 
 @pytest.fixture(autouse=True)
-def forget_what_was_checked():
+def forget_what_was_checked(monkeypatch):
+    monkeypatch.setattr(module, "PANEL_FROM", 192 * 2048)
     yield
-    module._row_tile.cache_clear()
+    module._heights.cache_clear()
     module._batch_mode.cache_clear()
 
 
@@ -73,7 +74,7 @@ def test_a_matrix_has_the_same_bits_in_any_batch(count, transposed, generator):
 
 def test_a_blas_that_mixes_rows_is_met_row_by_row(monkeypatch, generator, capsys):
     monkeypatch.setattr(module, "_keeps_rows", lambda rows, transposed: False)
-    module._row_tile.cache_clear()
+    module._heights.cache_clear()
     module._batch_mode.cache_clear()
     weight, rows = torch.randn(24, 16, generator=generator), torch.randn(11, 16, generator=generator)
     assert torch.equal(linear(rows, weight), torch.cat([torch.mm(row[None], weight.t()) for row in rows]))
@@ -103,3 +104,37 @@ def test_bfloat16_rows_keep_their_bits_too(generator):
 
 def test_the_tile_holds_a_verified_block_of_seven_drafts():
     assert ROW_TILE == 8
+
+
+@pytest.mark.parametrize("height", module.TILE_HEIGHTS)
+def test_every_height_of_a_tile_has_the_bits_of_eight_rows(height, generator):
+    weight = weight_of(256, 784, "transposed", generator)
+    rows = torch.randn(2 * ROW_TILE, 256, generator=generator)
+    expected = torch.cat([torch.mm(tile, weight.t()) for tile in rows.split(ROW_TILE)])
+    assert torch.equal(linear(rows[:height], weight), expected[:height])
+
+
+def test_a_height_that_changes_bits_is_not_used(monkeypatch, generator):
+    product = torch.mm
+
+    def unlike(a, b, **options):
+        return product(a, b * (1 + 1e-6 * (len(a) in (2, 16))), **options)
+
+    monkeypatch.setattr(torch, "mm", unlike)
+    module._heights.cache_clear()
+    assert module._heights(16, 24, True, torch.float32, 1) == (4, 8, 12)
+    weight = weight_of(16, 24, "transposed", generator)
+    rows = torch.randn(16, 16, generator=generator)
+    expected = torch.cat([product(tile, weight.t()) for tile in rows.split(ROW_TILE)])
+    for count in range(1, 17):
+        assert torch.equal(linear(rows[:count], weight), expected[:count])
+
+
+@pytest.mark.parametrize("others", [2, 8, 32])
+def test_batches_of_other_heights_agree_in_both_layouts(others, generator):
+    a = torch.randn(3, 32, 32, generator=generator)
+    keys = torch.randn(3, 64, 32, generator=generator).transpose(1, 2)
+    if module.agrees(others, 16, 32, 64):
+        assert torch.equal(
+            batched_matmul(a[:, :others], keys.contiguous())[:, :2], batched_matmul(a[:, :16], keys)[:, :2]
+        )
