@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lean_laguna.core.errors import RequestError, reject_unknown
 from lean_laguna.core.json_fields import is_finite_number
+from lean_laguna.core.structured_outputs import StructuredOutputs
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROBS = 20
@@ -43,6 +44,8 @@ class SamplingParams:
         bad_words: Texts that must not appear in the output.
         include_stop_str_in_output: Keep the stop text at the end of the output.
         skip_special_tokens: Leave special tokens out of the text.
+        thinking_token_budget: At most so many tokens of thinking, then its closing tag; None or -1 for any.
+        structured_outputs: What the text must be, once the thinking is over; a mapping is read as one.
     """
 
     n: int = 1
@@ -65,6 +68,8 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         """Normalise ``stop`` and refuse values out of range.
@@ -75,6 +80,9 @@ class SamplingParams:
         self._normalise_lists()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
+        self._read_structured_outputs()
         for name in (
             "temperature",
             "top_p",
@@ -86,10 +94,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not is_finite_number(value):
                 raise RequestError(f"{name} must be a finite number, found {value!r}", param=name)
-        whole = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
-        for name in whole:
+        optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
+        for name in ("n", "top_k", "min_tokens", *optional):
             value = getattr(self, name)
-            if value is None and name not in ("n", "top_k", "min_tokens"):
+            if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise RequestError(f"{name} must be a whole number, found {value!r}", param=name)
@@ -107,6 +115,8 @@ class SamplingParams:
             self._check(
                 "min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})"
             )
+        if self.thinking_token_budget is not None:
+            self._check("thinking_token_budget", self.thinking_token_budget >= 0, "at least 0, or -1 for any")
         if self.seed is not None:
             self._check("seed", 0 <= self.seed <= MAX_SEED, "in 0 .. 2**64 - 1")
         for name in ("logprobs", "prompt_logprobs"):
@@ -130,6 +140,15 @@ class SamplingParams:
             elif isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
                 raise RequestError(f"{name} must be a list, found {given!r:.200}", param=name)
             object.__setattr__(self, name, tuple(given))
+
+    def _read_structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(given))
+        elif not isinstance(given, StructuredOutputs | None):
+            raise RequestError(
+                f"structured_outputs must be an object, found {given!r:.200}", param="structured_outputs"
+            )
 
     def _check_token_ids(self) -> None:
         if any(type(token) is not int or token < 0 for token in self.stop_token_ids):

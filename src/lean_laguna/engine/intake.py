@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Container, Sequence
@@ -13,8 +14,11 @@ from lean_laguna.engine.output import Completion
 from lean_laguna.engine.prefix_cache import prefix_keys
 from lean_laguna.engine.sequence import RequestState, SequenceState
 from lean_laguna.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from lean_laguna.spec.constraint import Constraint
+from lean_laguna.spec.grammar import GrammarCompiler
 from lean_laguna.spec.noise import derive_seed
 from lean_laguna.spec.request import SamplingRequest, bad_word_sequences
+from lean_laguna.spec.thinking import ThinkingBudget, ThinkTags
 
 
 def context_limit(config: EngineConfig, checkpoint_limit: int) -> int:
@@ -63,6 +67,7 @@ class Intake:
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._prefix_chunk_size = prefix_chunk_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
 
@@ -79,6 +84,7 @@ class Intake:
 
         Raises:
             RequestError: It can never be served.
+            MissingDependencyError: It asks for structured output, which needs a package.
         """
         tokens = tuple(prompt_token_ids)
         self._check_prompt(tokens)
@@ -102,6 +108,7 @@ class Intake:
                 vocab_size=self._vocab_size,
                 eos_token_ids=self._tokenizer.eos_token_ids,
                 bad_word_ids=bad_words,
+                constraints=self._constraints(params, tokens),
             )
             detokenizer = IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
             completion = Completion(params, max_tokens, self._tokenizer.eos_token_ids, detokenizer)
@@ -118,6 +125,23 @@ class Intake:
                 )
             )
         return request
+
+    @functools.cached_property
+    def _think_tags(self) -> ThinkTags | None:
+        return ThinkTags.of(self._tokenizer)
+
+    def _constraints(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[Constraint]:
+        """Make one completion's grammar and thinking budget, in the order in which they apply."""
+        constraints: list[Constraint] = []
+        if params.structured_outputs is not None:
+            constraints.append(
+                self._grammars.constraint(params.structured_outputs, prompt_token_ids, self._think_tags)
+            )
+        if params.thinking_token_budget is not None and self._think_tags is not None:
+            constraints.append(
+                ThinkingBudget(params.thinking_token_budget, self._think_tags, prompt_token_ids)
+            )
+        return constraints
 
     def _check_prompt(self, tokens: tuple[int, ...]) -> None:
         if not tokens:

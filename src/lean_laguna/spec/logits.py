@@ -1,8 +1,8 @@
 """Logits options and filters, each a function of (request, committed tokens, drafts before this row).
 
-Order, as in vLLM: bad words, min_tokens, logit_bias; repetition, frequency and presence penalty;
-temperature; min_p, top_k, top_p. Everything is float64 and row by row: a row's result does not depend on
-the rows beside it.
+Order, as in vLLM: bad words, min_tokens, logit_bias; repetition, frequency and presence penalty; then our
+constraints (grammar, thinking budget), which nothing after them can undo; temperature; min_p, top_k, top_p.
+Everything is float64 and row by row: a row's result does not depend on the rows beside it.
 
 Source: vLLM ``v1/sample/sampler.py`` (order), ``model_executor/layers/utils.py`` (penalties),
 ``v1/sample/logits_processor/builtin.py`` (min_p, bias), ``v1/sample/ops/topk_topp_sampler.py``.
@@ -29,7 +29,7 @@ _MOST_SCALE = 1e300  # keeps 0 * scale at 0
 def apply_logits_options(
     scores: Float64Array, request: SamplingRequest, draft_token_ids: Sequence[int] = (), first_row: int = 0
 ) -> None:
-    """Apply bad words, min_tokens, bias and penalties to consecutive rows of one request, in place.
+    """Apply what changes logits to consecutive rows of one request, in place.
 
     Args:
         scores: [R, V] raw logits; row r is for the token after the committed ones and the first
@@ -43,6 +43,8 @@ def apply_logits_options(
         scores[:, request.bias_ids] += request.bias_values
     if request.counts is not None:
         apply_penalties(scores, request, draft_token_ids, first_row)
+    for constraint in request.constraints:
+        constraint.restrict(scores, draft_token_ids, first_row)
 
 
 def ban_tokens(

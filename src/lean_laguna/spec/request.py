@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lean_laguna.core.errors import RequestError
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.spec.constraint import Constraint
 
 Int64Array = NDArray[np.int64]
 
@@ -114,6 +115,7 @@ class SamplingRequest:
         bias_ids: Tokens with a logit bias.
         bias_values: [len(bias_ids)] float64.
         counts: Seen tokens, or None where no penalty is on.
+        constraints: Further rules for the next token, in the order in which they apply: the last word counts.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class SamplingRequest:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         bad_word_ids: Sequence[Sequence[int]] = (),
+        constraints: Sequence[Constraint] = (),
     ):
         """Prepare the options.
 
@@ -135,6 +138,7 @@ class SamplingRequest:
             vocab_size: V of the target.
             eos_token_ids: End-of-sequence tokens.
             bad_word_ids: Token sequences for ``params.bad_words``.
+            constraints: This completion's own, with nothing committed.
 
         Raises:
             RequestError: A biased or banned token is not in the vocabulary.
@@ -158,6 +162,7 @@ class SamplingRequest:
         )
         prompt_matters = params.repetition_penalty != 1
         self.counts = TokenCounts(prompt_token_ids if prompt_matters else ()) if self.has_penalties else None
+        self.constraints = tuple(constraints)
         self._bans_by_last: dict[int, list[tuple[int, ...]]] = {}
         for word in self.bad_word_ids:
             if len(word) > 1:
@@ -178,7 +183,7 @@ class SamplingRequest:
     @property
     def depends_on_prefix(self) -> bool:
         """True where logits options read which tokens came before, not only how many."""
-        return self.has_penalties or bool(self._bans_by_last)
+        return self.has_penalties or bool(self._bans_by_last) or self._is_constrained
 
     @property
     def changes_logits(self) -> bool:
@@ -188,13 +193,27 @@ class SamplingRequest:
             or len(self.bias_ids)
             or self.bad_word_ids
             or len(self.output_token_ids) < self.params.min_tokens
+            or self._is_constrained
         )
+
+    @property
+    def _is_constrained(self) -> bool:
+        return any(constraint.is_active for constraint in self.constraints)
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return tokens that a constraint foresees next, at most ``limit``; they are drafts like others."""
+        for constraint in reversed(self.constraints):
+            if tokens := constraint.forced_tokens(limit):
+                return tokens
+        return []
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take emitted tokens, every one of them, in order."""
         self.output_token_ids.extend(token_ids)
         if self.counts is not None:
             self.counts.commit(token_ids)
+        for constraint in self.constraints:
+            constraint.commit(token_ids)
 
     def banned_ids(self, draft_token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that must not follow the committed tokens and these drafts, maybe repeated.

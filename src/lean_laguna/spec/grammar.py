@@ -1,0 +1,239 @@
+"""Output that follows a JSON schema, a regular expression, a choice or a grammar, with any drafter.
+
+llguidance tells which tokens may follow a prefix; the walk over drafted rows, and the way back when they are
+rejected, is here. Grammars describe bytes, so any tokenisation of an allowed text is allowed, and what is
+allowed depends on the text alone.
+
+Where the prompt leaves the thinking open, the grammar begins after it; until then only the end of the
+sequence is withheld, since the answer that the grammar describes is yet to come.
+
+Source: https://github.com/guidance-ai/llguidance (grammar syntax, masks).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lean_laguna.core.errors import MissingDependencyError, RequestError
+from lean_laguna.core.structured_outputs import StructuredOutputs
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.thinking import ThinkTags
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+PARAM = "structured_outputs"
+# A weak model may go on with white space for ever, where JSON has no end to it.
+_SOME_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_NUM_KEPT = 32
+
+
+def grammar_text(structured: StructuredOutputs) -> str:
+    """Return a request's constraint in llguidance's own form.
+
+    Raises:
+        RequestError: It cannot be read.
+        MissingDependencyError: llguidance is not installed.
+    """
+    _require_llguidance()
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if structured.json is not None or structured.json_object:
+        schema = structured.json if structured.json is not None else '{"type": "object"}'
+        space: Any = {"whitespace_flexible": False}
+        if not structured.disable_any_whitespace:
+            space = {"whitespace_flexible": True, "whitespace_pattern": _SOME_SPACE}
+        return LLMatcher.grammar_from_json_schema(schema, overrides=space)
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    assert structured.grammar is not None
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    except Exception as error:  # the converter raises plain Exception
+        raise RequestError(f"{PARAM}.grammar cannot be read: {error}", param=PARAM) from None
+
+
+def check_structured_outputs(structured: StructuredOutputs) -> None:
+    """Refuse a constraint that cannot be followed, without a model at hand.
+
+    Raises:
+        RequestError: It is not valid.
+        MissingDependencyError: llguidance is not installed.
+    """
+    text = grammar_text(structured)
+    from llguidance import LLMatcher
+
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text)
+    if is_wrong:
+        raise RequestError(f"{PARAM} cannot be followed: {messages[0].strip()}", param=PARAM)
+
+
+class GrammarCompiler:
+    """Makes matchers over one tokenizer; owned by the engine, which asks from one thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        """Prepare nothing yet: most engines never see a grammar.
+
+        Args:
+            tokenizer: The target's.
+            vocab_size: V of the target, which may have more rows than the tokenizer has tokens.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._backend: LLTokenizer | None = None
+        self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+
+    def constraint(
+        self, structured: StructuredOutputs, prompt_token_ids: Sequence[int], tags: ThinkTags | None
+    ) -> GrammarConstraint:
+        """Return the constraint of one completion.
+
+        Args:
+            structured: What was asked for.
+            prompt_token_ids: Tells whether the thinking is open.
+            tags: The tokens of thinking, where the tokenizer has them.
+
+        Raises:
+            RequestError: The constraint cannot be followed.
+            MissingDependencyError: llguidance is not installed.
+        """
+        matcher = self._matchers.get(structured)
+        if matcher is None:
+            matcher = self._compile(structured)
+            self._matchers[structured] = matcher
+            if len(self._matchers) > _NUM_KEPT:
+                self._matchers.popitem(last=False)
+        self._matchers.move_to_end(structured)
+        is_thinking = tags is not None and tags.is_open_after(prompt_token_ids)
+        return GrammarConstraint(
+            matcher.deep_copy(),
+            self._tokenizer.eos_token_ids,
+            think_end_id=tags.end_id if tags is not None and is_thinking else None,
+        )
+
+    def _compile(self, structured: StructuredOutputs) -> LLMatcher:
+        text = grammar_text(structured)
+        from llguidance import LLMatcher
+
+        if self._backend is None:
+            self._backend = _backend(self._tokenizer, self._vocab_size)
+        matcher = LLMatcher(self._backend, text, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"{PARAM} cannot be followed: {matcher.get_error().strip()}", param=PARAM)
+        return matcher
+
+
+class GrammarConstraint:
+    """Keeps one completion within a grammar; a `Constraint`.
+
+    Invariant: between calls the matcher has consumed the committed tokens since the grammar began, and no
+    drafts; end-of-sequence tokens, which are not part of the grammar's text, are never given to it.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], *, think_end_id: int | None = None):
+        """Start a completion.
+
+        Args:
+            matcher: Its own, at the grammar's start.
+            eos_token_ids: What may come where the grammar is satisfied.
+            think_end_id: The token after which the grammar begins; None where it begins at once.
+        """
+        self._matcher = matcher
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._think_end_id = think_end_id  # None once the grammar has begun
+        self._has_ended = False
+
+    @property
+    def is_active(self) -> bool:
+        """Always: some tokens never fit."""
+        return True
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Take emitted tokens."""
+        for token in token_ids:
+            if self._think_end_id is not None:
+                if token == self._think_end_id:
+                    self._think_end_id = None
+            elif token in self._eos_token_ids:
+                self._has_ended = True
+            elif not self._has_ended:
+                self._matcher.consume_token(token)
+
+    def restrict(self, scores: NDArray[np.float64], draft_token_ids: Sequence[int], first_row: int) -> None:
+        """Leave what the grammar allows; see `Constraint.restrict`."""
+        num_rows, num_consumed = len(scores), 0
+        think_end_id, has_ended = self._think_end_id, self._has_ended
+        for index in range(first_row + num_rows):
+            if index:
+                draft = draft_token_ids[index - 1]
+                if think_end_id is not None:
+                    think_end_id = None if draft == think_end_id else think_end_id
+                elif draft in self._eos_token_ids:
+                    has_ended = True
+                elif has_ended or draft < 0 or not self._matcher.validate_tokens([draft]):
+                    break  # nothing stands after a draft that the grammar forbids
+                else:
+                    self._matcher.consume_token(draft)
+                    num_consumed += 1
+            if index >= first_row:
+                self._mask(scores[index - first_row], think_end_id is not None, has_ended)
+        if num_consumed:
+            self._matcher.rollback(num_consumed)
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return what the grammar's text must go on with, as the tokenizer would write it."""
+        if self._think_end_id is not None or self._has_ended or limit < 1 or self._matcher.is_stopped():
+            return []
+        return self._matcher.compute_ff_tokens()[:limit]
+
+    def _mask(self, row: NDArray[np.float64], is_thinking: bool, has_ended: bool) -> None:
+        if is_thinking:
+            row[list(self._eos_token_ids)] = -np.inf
+            return
+        if has_ended or self._matcher.is_stopped():
+            allowed = np.zeros(len(row), dtype=bool)
+            allowed[list(self._eos_token_ids)] = True
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, count=len(row), bitorder="little").astype(bool)
+        row[~allowed] = -np.inf
+        if np.isneginf(row).all():  # other options banned all that fits: the grammar comes first
+            row[allowed] = 0
+
+
+class _TokenTable:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_token_ids)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+def _backend(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    table = _TokenTable(tokenizer)
+    eos = list(tokenizer.eos_token_ids) or None
+    return LLTokenizer(TokenizerWrapper(table), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)
+
+
+def _require_llguidance() -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise MissingDependencyError("llguidance", PARAM, extra="structured")
