@@ -20,12 +20,6 @@ def refuse_foreign(config: Fields) -> None:
             raise config.wrong(key, "false or absent")
     if config.get("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", "'silu'")
-    if "quantization_config" in config:
-        method = config.section("quantization_config").get("quant_method", "unnamed")
-        raise ConfigError(
-            f"{config.where}: 'quantization_config' ({method}) is not supported for drafters; expected "
-            "bf16, f16 or f32 weights, such as the drafter's unquantised sibling has"
-        )
 
 
 def draft_value(config: Fields, dflash: Fields, key: str) -> Fields:

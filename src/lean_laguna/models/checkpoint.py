@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.model_config import LagunaConfig, config_path, read_config_json
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.packed_parameters import materialise, pack_parameters
+from lean_laguna.models.quantised_reader import QuantisedReader, open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
 
 __all__ = ["CheckpointReader", "load_laguna", "load_target_config", "save_laguna"]
@@ -43,11 +45,10 @@ def load_target_config(path: str | Path, *, attention_factor: float | None = Non
         attention_factor: Replaces YaRN's factor on cos and sin of full-attention layers.
 
     Raises:
-        CheckpointError: The config is missing, not JSON, or describes a quantised checkpoint.
+        CheckpointError: The config is missing or not JSON.
         ConfigError: A field is wrong.
     """
     given, file = read_config_json(path), config_path(path)
-    _refuse_quantised(given, file)
     return _resolve_attention_factor(LagunaConfig.from_dict(given, str(file)), attention_factor, file)
 
 
@@ -57,27 +58,28 @@ def load_laguna(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     attention_factor: float | None = None,
+    keep_packed: bool = False,
 ) -> LagunaForCausalLM:
     """Load a target, tensor by tensor from mapped files, so that no second copy is ever in memory.
 
     Args:
-        path: Checkpoint folder with ``config.json`` and safetensors.
-        dtype: Number format in memory; files may hold another.
+        path: Checkpoint folder with ``config.json`` and safetensors, quantised or not.
+        dtype: Number format in memory; files may hold another. Quantised weights are decoded to it.
         device: Where the weights go.
         attention_factor: Replaces YaRN's factor on cos and sin of full-attention layers.
+        keep_packed: Keep quantised weights as they are, in ``packed_weights``; their parameters stay on the
+            ``meta`` device, so that only kernels for packed weights can run the target.
 
     Returns:
         The target, in evaluation mode, without gradients.
 
     Raises:
         CheckpointError: A file or tensor is missing, extra, misshapen, damaged or not finite; names the file,
-        the
-            tensor, what was found and what was expected.
+            the tensor, what was found and what was expected.
         ConfigError: A config field is wrong; names file, field, value found and values accepted.
     """
     given, file = read_config_json(path), config_path(path)
-    _refuse_quantised(given, file)
-    reader = CheckpointReader(path)
+    reader = open_checkpoint(path, given, str(file))
     stored = _canonical_names(reader)
     _infer_gating(given, reader, stored)
     config = _resolve_attention_factor(LagunaConfig.from_dict(given, str(file)), attention_factor, file)
@@ -86,9 +88,14 @@ def load_laguna(
     model.requires_grad_(False).eval()
     loader = _Loader(reader, stored, model)
     loader.check_names()
-    model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    packed = pack_parameters(loader.sources(), reader, device) if keep_packed else {}
+    materialise(model, device, leave=packed)
+    model.packed_weights = packed
+    if isinstance(reader, QuantisedReader):
+        model.kv_scales = reader.kv_scales()
     with torch.no_grad():
-        loader.fill()
+        loader.fill(leave=packed)
     reader.close()
     return model
 
@@ -114,6 +121,15 @@ class _Loader:
                 for kind, place in places.items():
                     shape = tuple(parameter[expert, place].shape)
                     yield f"{prefix}.{expert}.{kind}_proj.weight", shape, parameter, (expert, place)
+
+    def sources(self) -> dict[str, list[tuple[str, Any]]]:
+        """Return the names in the files that make each parameter, with their places in it."""
+        found: dict[str, list[tuple[str, Any]]] = {}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, _, parameter, place in self.pieces():
+            if name in self.stored:
+                found.setdefault(names[id(parameter)], []).append((self.stored[name], place))
+        return found
 
     def check_names(self) -> None:
         """Refuse missing, extra and misshapen tensors, from the headers alone."""
@@ -142,10 +158,12 @@ class _Loader:
             if name not in expected:
                 raise CheckpointError(f"{self._where(name)}: {_why_extra(name)}")
 
-    def fill(self) -> None:
-        """Copy every tensor into its place, refusing values that are not finite."""
+    def fill(self, leave: Container[str] = ()) -> None:
+        """Copy every tensor into its place but for ``leave``, refusing values that are not finite."""
+        left = {id(parameter) for name, parameter in self.model.named_parameters() if name in leave}
         for name, _, parameter, place in self.pieces():
-            self._copy(name, parameter.data[place])
+            if id(parameter) not in left:
+                self._copy(name, parameter.data[place])
         if self.is_tied and "lm_head.weight" in self.stored:
             head = self.reader.get(self.stored["lm_head.weight"])
             ours = self.model.lm_head.weight.data.cpu()
@@ -156,7 +174,7 @@ class _Loader:
                 )
 
     def _copy(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self.reader.get(self.stored[name]))
+        self.reader.copy_to(self.stored[name], target)
         low, high = torch.aminmax(target)
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             bad = int((~torch.isfinite(target)).sum())
@@ -231,19 +249,8 @@ def _why_extra(name: str) -> str:
     if name.endswith(".bias"):
         return "biases are not supported"
     if name.endswith(("_scale", "_packed", "_zero_point", ".scales", ".qweight")):
-        return "belongs to a quantised checkpoint, which is not supported yet; expected unquantised weights"
+        return "belongs to a quantised weight, but config.json has no quantization_config"
     return "is unexpected: the config describes no such tensor"
-
-
-def _refuse_quantised(given: Mapping[str, Any], file: Path) -> None:
-    for key in ("quantization_config", "quantization"):
-        found = given.get(key)
-        if found is not None:
-            method = found.get("quant_method", found.get("mode")) if isinstance(found, Mapping) else None
-            raise CheckpointError(
-                f"{file}: {key} ({method or 'unnamed method'}) is not supported yet; expected an unquantised "
-                "checkpoint (bfloat16, float16 or float32)"
-            )
 
 
 def _resolve_attention_factor(config: LagunaConfig, override: float | None, file: Path) -> LagunaConfig:

@@ -22,9 +22,10 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.drafter_writing import write_config
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import atomic_write_bytes
-from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.core.model_config import LagunaConfig, config_path, read_config_json
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
+from lean_laguna.models.quantised_reader import open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
 
 # The target's own weights, which some writers leave in the drafter's file; the originals are used instead.
@@ -65,7 +66,7 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DFlashDrafter:
-    """Load a drafter folder of any of the formats and check that it was made for this target.
+    """Load a drafter folder of any of the formats, quantised or not, if it was made for this target.
 
     Args:
         path: Folder with config.json and safetensors.
@@ -87,7 +88,8 @@ def load_drafter(
     with torch.device("meta"):
         drafter = make_drafter(config)
     drafter.requires_grad_(False).eval()
-    loader = _Loader(CheckpointReader(folder), drafter)
+    reader = open_checkpoint(folder, read_config_json(folder), str(config_path(folder)))
+    loader = _Loader(reader, drafter)
     loader.check()
     drafter.to(dtype).to_empty(device=device)
     loader.fill()
@@ -197,15 +199,15 @@ class _Loader:
             kind = self.reader.dtype_name(self.stored[plain])
             if plain != "d2t" and kind not in _FLOATS:
                 raise CheckpointError(
-                    f"{self._where(plain)}: found type {kind}, expected one of {', '.join(_FLOATS)}; "
-                    "quantised drafters are not supported"
+                    f"{self._where(plain)}: found type {kind}, expected one of {', '.join(_FLOATS)}, or a "
+                    "quantization_config that says how it is quantised"
                 )
 
     def fill(self) -> None:
         """Copy every tensor into its place."""
         for name, source in self.sources.items():
             for plain, place in source.places(self.drafter.get_parameter(name).data, self._is_fused(source)):
-                place.copy_(self.reader.get(self.stored[plain]))
+                self.reader.copy_to(self.stored[plain], place)
                 if not torch.isfinite(place).all():
                     raise CheckpointError(f"{self._where(plain)}: not all values are finite in {place.dtype}")
         if self.drafter.d2t is not None:

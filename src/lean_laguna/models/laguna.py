@@ -25,6 +25,7 @@ from lean_laguna.models.laguna_layers import DecoderLayer, LayerStep, RMSNorm
 from lean_laguna.models.laguna_tile import TilePass
 from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
+from lean_laguna.quant.packed import PackedWeight
 
 FULL_GROUP, SLIDING_GROUP = 0, 1
 _KINDS: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
@@ -98,6 +99,9 @@ class LagunaForCausalLM(nn.Module):
         # By number of threads: which products keep their rows' bits is known for that number only.
         self._tile_passes: dict[int, TilePass | None] = {}
         self._is_packed = False
+        # Of a quantised checkpoint: weights that stay packed, by parameter, and the FP8 cache's scales.
+        self.packed_weights: dict[str, PackedWeight] = {}
+        self.kv_scales: dict[str, float] = {}
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Draw weights from a normal distribution of deviation ``std``; norms are 1, correction biases 0."""

@@ -75,6 +75,14 @@ class CheckpointReader:
             raise CheckpointError(f"{file}: tensor '{name}' cannot be read: {error}") from None
         return tensor
 
+    def copy_to(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor into ``target``, converting it to the dtype and device there.
+
+        Raises:
+            CheckpointError: The tensor cannot be read.
+        """
+        target.copy_(self.get(name))
+
     def close(self) -> None:
         """Release the mapped files."""
         self._open.clear()

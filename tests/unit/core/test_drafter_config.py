@@ -230,10 +230,6 @@ def test_contradicting_causal_flags_are_refused():
         (laguna(attention_bias=True), "'attention_bias' must be false or absent, found True"),
         (laguna(swa_attention_sink_enabled=True), "'swa_attention_sink_enabled'"),
         (laguna(hidden_act="gelu"), "'hidden_act' must be 'silu', found 'gelu'"),
-        (
-            laguna(quantization_config={"quant_method": "compressed-tensors"}),
-            r"\(compressed-tensors\) is not supported",
-        ),
         (laguna(layer_types=None), "'layer_types' is missing"),
         (laguna(layer_types=["sliding_attention", "full_attention"]), "'layer_types' must be"),
         (laguna(num_attention_heads_per_layer=[4, 6]), "one number repeated num_hidden_layers"),

@@ -163,7 +163,7 @@ def test_a_config_silent_on_gates_is_read_by_the_width_of_g_proj(tmp_path, gatin
         ),
         (
             lambda t: t.update({"model.layers.1.self_attn.k_scale": torch.ones(1)}),
-            "belongs to a quantised checkpoint",
+            "belongs to a quantised weight, but config.json has no quantization_config",
         ),
         (lambda t: t.update({f"{EXPERTS}.8.up_proj.weight": torch.ones(16, 32)}), "is unexpected"),
         (
@@ -211,17 +211,17 @@ def test_a_value_too_large_for_the_format_in_memory_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "method"),
+    ("key", "value", "message"),
     [
-        ("quantization_config", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
-        ("quantization", {"bits": 4, "mode": "nvfp4"}, "nvfp4"),
+        ("quantization_config", {"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
+        ("quantization", {"bits": 4, "mode": "nvfp4"}, r"'quantization' \(nvfp4\) is MLX's layout"),
     ],
 )
-def test_quantised_checkpoints_are_refused_for_now(folder, key, value, method):
+def test_unknown_kinds_of_quantisation_are_refused(folder, key, value, message):
     edit_config(folder, **{key: value})
-    for load in (load_laguna, load_target_config):
-        with pytest.raises(CheckpointError, match=rf"config\.json: {key} \({method}\) is not supported yet"):
-            load(folder)
+    with pytest.raises(ConfigError, match=message):
+        load_laguna(folder)
+    load_target_config(folder)
 
 
 def test_config_errors_name_the_file(folder):
