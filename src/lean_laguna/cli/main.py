@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
 
 PROG = "lean-laguna"
-COMMANDS = ("generate", "bench", "sweep", "parity", "train", "inspect")
+COMMANDS = ("generate", "serve", "bench", "sweep", "parity", "train", "inspect", "plan")
 OK, CHECK_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 HELP = """\
 usage: lean-laguna COMMAND [options]
@@ -22,11 +22,13 @@ usage: lean-laguna COMMAND [options]
 Laguna code models with speculative decoding that never changes the output.
 
   generate   continue a prompt, streaming; --show-drafts shows speculation at work
+  serve      the model over HTTP, for OpenAI's and vLLM's clients
   bench      speed with a drafter against without, and proof that the text is the same
   sweep      speed against draft length, and the best length on this machine
   parity     a verdict per prompt: identical, near-tie or mismatch
   train      train a tokenizer, a target or a drafter from a recipe
   inspect    what is quantised how, bytes per token, the ceiling in tok/s, what is missing
+  plan       what fits on a card: weights, drafter, keys and values; the longest context
 
   lean-laguna COMMAND --help    options and an example
   lean-laguna --version

@@ -49,6 +49,7 @@ class ChatTemplate:
 
     Attributes:
         source: The template's text.
+        special_tokens: ``bos_token`` and so on, where the checkpoint names them.
         default_kwargs: Arguments that the checkpoint sets (``default_chat_template_kwargs``); a call's own
             win.
     """
@@ -76,7 +77,7 @@ class ChatTemplate:
         """
         self.source = source
         self.default_kwargs = dict(default_kwargs or {})
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -133,7 +134,7 @@ class ChatTemplate:
             raise RequestError("messages must be a list of objects with a 'role'", param="messages")
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
-        values: dict[str, Any] = {**self._special_tokens, **self.default_kwargs, **kwargs}
+        values: dict[str, Any] = {**self.special_tokens, **self.default_kwargs, **kwargs}
         values.update(messages=list(messages), tools=tools or None, documents=None)
         values["add_generation_prompt"] = add_generation_prompt
         try:

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP over the engine, and what turns text into messages."""
+"""OpenAI-compatible HTTP over one engine: any option gives with a drafter what it gives without."""

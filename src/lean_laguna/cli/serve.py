@@ -1,0 +1,229 @@
+"""``lean-laguna serve``: the model over HTTP, for every client that speaks to OpenAI or to vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lean_laguna.cli.options import (
+    AUTO,
+    apply_speculative_config,
+    drafter_name,
+    require_models,
+    set_threads,
+)
+from lean_laguna.cli.parser import Parser, draft_length, one_of, whole
+from lean_laguna.cli.serve_aliases import add_accepted_options, refuse_unsupported
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import parse_json
+from lean_laguna.models.catalog import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from lean_laguna.engine.llm import LLM
+    from lean_laguna.server.settings import ServerConfig
+
+HELP = """\
+usage: lean-laguna serve [MODEL] [options]
+
+Serve a model over HTTP as OpenAI and vLLM do; a drafter changes the speed, never the output.
+MODEL is nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2.
+
+  --host 127.0.0.1  --port 8000   where to listen; 0.0.0.0 is every network, port 0 any free port
+  --api-key KEY...                ask for a key (also: LEAN_LAGUNA_API_KEY)
+  --allowed-origins ORIGIN...     let pages of these origins call; off unless given
+  --served-model-name NAME...     names that requests may use; the first is reported
+  --speculative-config JSON       drafter and draft length, with vLLM's keys; or --drafter auto|none|NAME
+                                  and --num-speculative-tokens auto|N
+  --reasoning-parser, --tool-call-parser   auto, poolside_v1 or none
+  --default-chat-template-kwargs JSON  --override-generation-config JSON
+  --per-request-spec-decode-metrics summary|none   numbers of its speculation in each response
+  --unknown-fields refuse|ignore  what to do with a body field that no endpoint knows
+  --enable-admin                  serve /update_weights, /pause and /resume
+limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --max-queued-seqs 256
+  --max-request-bytes N  --kv-cache-memory-bytes N  --shutdown-timeout 30  --no-enable-prefix-caching
+engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --block-size 16  --seed N
+  --attention-factor X  --trust-remote-code (not needed)  --enforce-eager (as it is)
+log: --log-level warning  --access-log
+
+example: lean-laguna serve --port 8000 &
+         curl localhost:8000/v1/completions -d '{"prompt": "def fib(n):", "max_tokens": 40}'
+"""
+_PARSERS = (AUTO, "poolside_v1", "none")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def build_parser() -> Parser:
+    """Return the command's parser."""
+    parser = Parser("lean-laguna serve", HELP)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--model", dest="model_flag", default=None)
+    parser.add_argument("--drafter", default=AUTO)
+    parser.add_argument("--num-speculative-tokens", type=draft_length, default=AUTO)
+    parser.add_argument("--speculative-config", "--speculative_config")
+    _add_http_options(parser)
+    _add_engine_options(parser)
+    add_accepted_options(parser)
+    return parser
+
+
+def _add_http_options(parser: Parser) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=whole(0, 65535), default=8000)  # type: ignore[arg-type]
+    parser.add_argument("--api-key", nargs="+", action="extend")
+    parser.add_argument("--allowed-origins", nargs="+", action="extend")
+    parser.add_argument("--served-model-name", nargs="+", action="extend")
+    parser.add_argument("--reasoning-parser", type=one_of(*_PARSERS), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--tool-call-parser", type=one_of(*_PARSERS), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--default-chat-template-kwargs")
+    parser.add_argument("--override-generation-config")
+    metrics = one_of("none", "summary")
+    parser.add_argument("--per-request-spec-decode-metrics", type=metrics, default="summary")  # type: ignore[arg-type]
+    parser.add_argument("--unknown-fields", type=one_of("refuse", "ignore"), default="refuse")  # type: ignore[arg-type]
+    parser.add_argument("--enable-admin", action="store_true")
+    parser.add_argument("--max-queued-seqs", type=whole(0), default=256)  # type: ignore[arg-type]
+    parser.add_argument("--max-request-bytes", type=whole(1), default=32 << 20)  # type: ignore[arg-type]
+    parser.add_argument("--shutdown-timeout", type=whole(0, 86400), default=30)  # type: ignore[arg-type]
+    parser.add_argument("--log-level", type=one_of(*_LEVELS), default="warning")  # type: ignore[arg-type]
+    parser.add_argument("--access-log", action="store_true")
+
+
+def _add_engine_options(parser: Parser) -> None:
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
+    parser.add_argument("--attention-factor", type=float)
+    for name in ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size"):
+        parser.add_argument(name, type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--kv-cache-memory-bytes", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--seed", type=whole(0))  # type: ignore[arg-type]
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    Raises:
+        LeanLagunaError: A mistake in the call, or a model that cannot be loaded.
+    """
+    if args.model is not None and args.model_flag is not None:
+        raise ConfigError("the model was given twice: as an argument and with --model")
+    args.model = args.model or args.model_flag or DEFAULT_MODEL
+    refuse_unsupported(args)
+    drafter = _drafter(args)
+    require_models(args.model, drafter)
+    config = server_config(args)
+    options = engine_options(args, drafter)
+    from lean_laguna.server.listener import bind
+
+    listener = bind(args.host, args.port)
+    address = _address(args.host, listener.getsockname()[1])
+    _say(f"listening on {address}, loading {args.model}")
+    from lean_laguna.server.run import serve
+
+    def load() -> LLM:
+        from lean_laguna.engine.llm import LLM
+
+        llm = LLM(args.model, **options)
+        set_threads(args, llm)
+        _ = llm.chat_template
+        return llm
+
+    def ready(service: Any) -> None:
+        from lean_laguna.server.summary import summary
+
+        _say(f"ready on {address}: {summary(service.llm, config)}")
+
+    serve(config, load, listener, ready, log_level=args.log_level, has_access_log=args.access_log)
+    return 0
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the HTTP side's configuration.
+
+    Raises:
+        ConfigError: A JSON option is malformed, or holds an unknown key.
+    """
+    from lean_laguna.server.settings import ServerConfig
+
+    key = os.environ.get("LEAN_LAGUNA_API_KEY")
+    return ServerConfig(
+        served_model_names=tuple(args.served_model_name or (args.model,)),
+        api_keys=tuple(args.api_key or ((key,) if key else ())),
+        allowed_origins=tuple(args.allowed_origins or ()),
+        max_request_bytes=args.max_request_bytes,
+        max_queued_seqs=args.max_queued_seqs,
+        shutdown_timeout_s=args.shutdown_timeout,
+        enable_admin=args.enable_admin,
+        unknown_fields=args.unknown_fields,
+        spec_decode_metrics=args.per_request_spec_decode_metrics,
+        default_chat_template_kwargs=_json_object(
+            args.default_chat_template_kwargs, "--default-chat-template-kwargs"
+        ),
+        override_generation_config=_sampling_defaults(args.override_generation_config),
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
+    )
+
+
+def engine_options(args: argparse.Namespace, drafter: str | None) -> dict[str, Any]:
+    """Return the options of ``LLM`` that the command line sets."""
+    names = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "prefill_chunk_size": args.max_num_batched_tokens,
+        "kv_block_size": args.block_size,
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
+        "attention_factor": args.attention_factor,
+        "seed": args.seed,
+    }
+    options = {name: value for name, value in names.items() if value is not None}
+    options |= {"device": args.device, "dtype": args.dtype}
+    options["enable_prefix_caching"] = args.enable_prefix_caching
+    if drafter is not None and args.num_speculative_tokens != 0:
+        options["speculative_config"] = {
+            "model": drafter,
+            "num_speculative_tokens": args.num_speculative_tokens,
+        }
+    return options
+
+
+def _drafter(args: argparse.Namespace) -> str | None:
+    apply_speculative_config(args)
+    args.speculative_config = None  # taken apart
+    return drafter_name(args, is_required=False)
+
+
+def _json_object(text: str | None, flag: str) -> Mapping[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: not valid JSON ({error}); found {text!r:.200}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{flag}: must be a JSON object such as {{"key": 1}}, found {text!r:.200}')
+    return value
+
+
+def _sampling_defaults(text: str | None) -> Mapping[str, Any]:
+    """Return overridden sampling defaults, checked as a request's would be."""
+    from lean_laguna.core.types import SamplingParams
+
+    given = dict(_json_object(text, "--override-generation-config"))
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
+    SamplingParams.from_dict(given, "--override-generation-config")
+    return given
+
+
+def _address(host: str, port: int) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
+def _say(line: str) -> None:
+    from lean_laguna.cli.terminal import Terminal
+
+    Terminal().note(f"lean-laguna: {line}")

@@ -1,0 +1,106 @@
+"""A chat request made ready for the engine; shared by the three chat endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_thinking
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.conversation import Conversation, read_messages, read_tools
+from lean_laguna.server.errors import bad_request
+from lean_laguna.server.reply_parser import ReplyParser
+from lean_laguna.server.reply_reasoning import ReasoningCounter
+from lean_laguna.server.sampling import draft_length, sampling_params
+from lean_laguna.server.schemas import ChatRequest
+from lean_laguna.server.service import Service
+from lean_laguna.server.stream import Prompt
+
+_MARKUP = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """What a chat endpoint hands to the engine, and what it needs to read the reply.
+
+    Attributes:
+        rendered: The prompt's text.
+        prompt: For the engine.
+        tools: The functions that the reply may call.
+    """
+
+    rendered: str
+    prompt: Prompt
+    tools: list[dict[str, Any]]
+
+    def parser(self, config_parser: str) -> ReplyParser | None:
+        """Return the parser of one completion; None where parsing is turned off."""
+        return None if config_parser == "none" else ReplyParser.for_prompt(self.rendered, self.tools)
+
+    def counter(self, tokenizer: Tokenizer) -> ReasoningCounter:
+        """Return what counts the tokens of one completion's thinking."""
+        return ReasoningCounter(tokenizer, starts_in_thinking(self.rendered))
+
+
+async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
+    """Check a chat request, render its prompt and work out its parameters.
+
+    Raises:
+        ApiError: 400, naming the field.
+        RequestError: The same.
+    """
+    tools = offered_tools(body)
+    conversation = Conversation(read_messages(body.messages), tools, template_kwargs(service, body))
+    rendered = conversation.render(
+        service.chat_template, add_generation_prompt=body.add_generation_prompt is not False
+    )
+    ids = await service.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    params = _params(service, body, len(ids))
+    return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
+
+
+def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
+    """Return the tools that the model gets to see.
+
+    Raises:
+        ApiError: 400, ``tool_choice`` does not go with them.
+    """
+    tools, choice = read_tools(body.tools), body.tool_choice
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return []
+    if not tools:
+        raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
+    raise bad_request(
+        "tool_choice must be 'auto' or 'none' here: this server cannot yet force a call", "tool_choice"
+    )
+
+
+def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
+    """Return the template's switches: the request's, else what its effort says, else the server's."""
+    kwargs: dict[str, Any] = dict(service.config.default_chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        kwargs["enable_thinking"] = body.reasoning_effort != "none"
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    given: Mapping[str, Any] = body.chat_template_kwargs or {}
+    reserved = ("messages", "tools", "documents", "add_generation_prompt")
+    for key in reserved:
+        if key in given:
+            raise bad_request(f"chat_template_kwargs must not set '{key}'", f"chat_template_kwargs.{key}")
+    return {**kwargs, **given}
+
+
+def _params(service: Service, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    fixed: dict[str, Any] = {
+        "max_tokens": service.max_tokens(asked, num_prompt_tokens, "messages"),
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if any(service.tokenizer.token_to_id(tag) in service.tokenizer.special_token_ids for tag in _MARKUP):
+        fixed["skip_special_tokens"] = False  # the parser needs to see its tags
+    return sampling_params(body, service.defaults(), **fixed)

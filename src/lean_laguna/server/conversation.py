@@ -1,0 +1,183 @@
+"""From a client's messages to the prompt: content parts joined, arguments parsed, both spellings of thinking.
+
+Nothing that a client says is dropped on the way: what the template leaves out is an error, not a shorter
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lean_laguna.models.chat_template import THINK_END, THINK_START, ChatTemplate
+from lean_laguna.server.errors import bad_request
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_THINKING_PARTS = ("thinking", "reasoning", "reasoning_text")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a prompt is rendered from.
+
+    Attributes:
+        messages: In the shape that templates read.
+        tools: The functions on offer.
+        template_kwargs: The template's switches.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+
+    def render(self, template: ChatTemplate, *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt.
+
+        Raises:
+            RequestError: The template refuses the conversation.
+            ApiError: 400, it leaves out what a message says.
+        """
+        rendered = template.render(
+            self.messages, self.tools or None, add_generation_prompt, **self.template_kwargs
+        )
+        for number, message in enumerate(self.messages):
+            said = (message.get("content") or "").strip()
+            if said and message["role"] != "assistant" and said not in rendered:
+                raise bad_request(
+                    f"messages[{number}]: this model's chat template leaves out the content of a "
+                    f"message with role '{message['role']}' in this place",
+                    f"messages[{number}]",
+                )
+        return rendered
+
+
+def read_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the shape that templates read.
+
+    Args:
+        given: In OpenAI's shape; keys that are not known go to the template as they are.
+
+    Raises:
+        ApiError: 400, naming the message and the key.
+    """
+    if not given:
+        raise bad_request("messages must hold at least one message", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the functions on offer, checked.
+
+    Raises:
+        ApiError: 400, naming the tool and the key.
+    """
+    tools = []
+    for i, tool in enumerate(given or ()):
+        where = f"tools[{i}]"
+        if tool.get("type", "function") != "function":
+            raise bad_request(
+                f"{where}.type must be 'function', found {tool['type']!r:.100}", f"{where}.type"
+            )
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise bad_request(f"{where}.function must be an object", f"{where}.function")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise bad_request(f"{where}.function.name must be a non-empty text", f"{where}.function.name")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise bad_request(
+                f"{where}.function.parameters must be a JSON schema, found {parameters!r:.100}",
+                f"{where}.function.parameters",
+            )
+        tools.append(dict(tool))
+    return tools
+
+
+def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = given.get("role")
+    if role not in ROLES:
+        raise bad_request(
+            f"{where}.role must be one of {', '.join(ROLES)}, found {role!r:.100}", f"{where}.role"
+        )
+    message = {key: value for key, value in given.items() if value is not None}
+    message["role"] = {"developer": "system", "function": "tool"}.get(role, role)
+    text, thinking = _content(given.get("content"), f"{where}.content")
+    if role == "assistant":
+        message["content"] = text
+        _add_reasoning(message, given, thinking, where)
+        if given.get("tool_calls"):
+            message["tool_calls"] = _tool_calls(given["tool_calls"], f"{where}.tool_calls")
+        return message
+    if given.get("content") is None:
+        raise bad_request(f"{where}.content is missing", f"{where}.content")
+    message["content"] = text
+    return message
+
+
+def _content(content: Any, where: str) -> tuple[str, str]:
+    """Return the text of a content, and the thinking in its parts."""
+    if content is None:
+        return "", ""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list):
+        raise bad_request(f"{where} must be a text or a list of parts, found {content!r:.100}", where)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in (*_TEXT_PARTS, *_THINKING_PARTS):
+            raise bad_request(
+                f"{place}: this model takes parts of type 'text' only, found {kind!r:.100}", place
+            )
+        said = next((part[key] for key in ("text", "refusal", "thinking") if key in part), None)
+        if not isinstance(said, str):
+            raise bad_request(f"{place}.text must be a text", f"{place}.text")
+        (texts if kind in _TEXT_PARTS else thoughts).append(said)
+    return "\n".join(texts), "\n".join(thoughts)
+
+
+def _add_reasoning(message: dict[str, Any], given: Mapping[str, Any], thinking: str, where: str) -> None:
+    """Set past thinking under both names, wherever the client put it."""
+    for key in ("reasoning", "reasoning_content"):
+        value = given.get(key)
+        if not isinstance(value, str | None):
+            raise bad_request(f"{where}.{key} must be a text, found {value!r:.100}", f"{where}.{key}")
+        thinking = thinking or value or ""
+    content = message["content"]
+    if not thinking and content.lstrip().startswith(THINK_START) and THINK_END in content:
+        thinking, _, message["content"] = content.lstrip().removeprefix(THINK_START).partition(THINK_END)
+    if thinking:
+        message["reasoning"] = message["reasoning_content"] = thinking
+
+
+def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return past calls with their arguments as objects, which is what templates take apart."""
+    if not isinstance(given, list):
+        raise bad_request(f"{where} must be a list, found {given!r:.100}", where)
+    calls = []
+    for i, call in enumerate(given):
+        place = f"{where}[{i}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise bad_request(f"{place}.function must be an object with a name", f"{place}.function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                raise bad_request(
+                    f"{place}.function.arguments is not valid JSON: {error}", f"{place}.function.arguments"
+                ) from None
+        if not isinstance(arguments or {}, Mapping):
+            raise bad_request(f"{place}.function.arguments must be an object", f"{place}.function.arguments")
+        calls.append({**call, "function": {**function, "arguments": dict(arguments or {})}})
+    return calls

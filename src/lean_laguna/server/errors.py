@@ -1,0 +1,68 @@
+"""Errors as OpenAI shapes them: a status, and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lean_laguna.core.errors import ConfigError, LeanLagunaError, RequestError
+
+CONTEXT_LENGTH = "context_length_exceeded"
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """What a client is told when it does not get what it asked for.
+
+    Attributes:
+        status: HTTP status.
+        param: The field at fault, if one is.
+        code: A machine-readable reason.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def type(self) -> str:
+        """OpenAI's class of the error."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """Return the response body."""
+        fields = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error for a request that is wrong in itself."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def context_length_error(limit: int, num_prompt_tokens: int, max_tokens: int, what: str) -> ApiError:
+    """Return the error for a prompt that does not fit, in the words that agents look for.
+
+    Args:
+        limit: The context limit, tokens.
+        num_prompt_tokens: Tokens of the prompt.
+        max_tokens: Tokens asked for the output.
+        what: The field that holds the prompt: ``messages`` or ``prompt``.
+    """
+    return bad_request(
+        f"This model's maximum context length is {limit} tokens. However, you requested "
+        f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {what}, {max_tokens} in the "
+        f"completion). Please reduce the length of the {what} or completion.",
+        what if num_prompt_tokens >= limit else "max_tokens",
+        CONTEXT_LENGTH,
+    )
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what the client is told of an exception; a fault of ours keeps its details to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return bad_request(str(error), error.param, error.code)
+    if isinstance(error, ConfigError | LeanLagunaError):
+        return bad_request(str(error))
+    return ApiError(500, "the server failed on this request; its log has the details", code="internal_error")

@@ -1,0 +1,165 @@
+"""What the endpoints share: the engine, the texts around it, and the steps of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from lean_laguna.core.errors import nearest
+from lean_laguna.engine.llm import LLM
+from lean_laguna.models.chat_template import ChatTemplate
+from lean_laguna.models.generation_config import GenerationConfig
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.bodies import decode_object, parse, read_body, with_query
+from lean_laguna.server.engine_thread import EngineThread
+from lean_laguna.server.errors import ApiError, bad_request, context_length_error
+from lean_laguna.server.metrics import Metrics
+from lean_laguna.server.settings import ServerConfig
+from lean_laguna.server.stream import Prompt, Stream
+
+T = TypeVar("T", bound=msgspec.Struct)
+_LONG_TEXT = 20_000
+"""Characters from which on a text is encoded on a thread: until it is done the event loop serves others."""
+
+
+class Service:
+    """One served model; lives on the event loop.
+
+    Attributes:
+        config: As given.
+        engine: The thread that runs the model.
+        metrics: Counters and histograms.
+        created: When it started, seconds since 1970.
+        is_stopping: New requests are refused.
+    """
+
+    def __init__(self, config: ServerConfig, engine: EngineThread, metrics: Metrics):
+        self.config, self.engine, self.metrics = config, engine, metrics
+        self.created = int(time.time())
+        self.is_stopping = False
+        self._defaults: dict[str, Any] | None = None
+
+    @property
+    def llm(self) -> LLM:
+        """The engine and its checkpoint.
+
+        Raises:
+            ApiError: 503, it is not ready.
+        """
+        if self.is_stopping:
+            raise ApiError(503, "the server is stopping", code="stopped")
+        return self.engine.llm
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses carry."""
+        return self.config.served_model_names[0]
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat template."""
+        return self.llm.chat_template
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return sampling values for requests that are silent: the server's, else the checkpoint's."""
+        if self._defaults is None:
+            recommended = GenerationConfig.from_dir(self.llm.folder).sampling_defaults()
+            self._defaults = {**recommended, **self.config.override_generation_config}
+        return self._defaults
+
+    async def body(self, request: Request, schema: type[T]) -> tuple[T, dict[str, str]]:
+        """Read and check a request's body and model name.
+
+        Returns:
+            The body, and headers for the response.
+
+        Raises:
+            ApiError: It is wrong, too long, or for another model.
+        """
+        raw = await read_body(request, self.config.max_request_bytes)
+        fields, ignored = parse(with_query(decode_object(raw), request, schema), schema, self.config)
+        self.check_model(getattr(fields, "model", None))
+        return fields, {"x-lean-laguna-ignored": ",".join(ignored)} if ignored else {}
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name.
+
+        Raises:
+            ApiError: 404.
+        """
+        names = self.config.served_model_names
+        if name is not None and name not in names:
+            raise ApiError(
+                404,
+                f"The model `{name:.200}` does not exist{nearest(name[:200], names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text."""
+        tokenizer = self.tokenizer
+        if len(text) < _LONG_TEXT:
+            return tuple(tokenizer.encode(text, add_special_tokens))
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+
+    def max_tokens(self, asked: int | None, num_prompt_tokens: int, what: str) -> int:
+        """Return the output limit of a request; without one, the checkpoint's or what the context leaves.
+
+        Args:
+            asked: The request's own limit.
+            num_prompt_tokens: Tokens of its prompt.
+            what: The field that holds the prompt.
+
+        Raises:
+            ApiError: 400, prompt and output do not fit the context; both numbers are named.
+        """
+        limit = self.llm.engine.max_model_len
+        if asked is not None and asked < 0:
+            raise bad_request(f"max_tokens must be at least 1, found {asked}", "max_tokens")
+        needed = 1 if asked is None else asked
+        if num_prompt_tokens + needed > limit:
+            raise context_length_error(limit, num_prompt_tokens, needed, what)
+        if asked is not None:
+            return asked
+        left = limit - num_prompt_tokens
+        return min(left, self.defaults().get("max_tokens") or left)
+
+    async def submit(self, prompts: Sequence[Prompt]) -> Stream:
+        """Hand a request to the engine.
+
+        Raises:
+            ApiError: 429, too many wait; 400, it alone is more than may wait.
+            RequestError: It can never be served.
+        """
+        stream = Stream(list(prompts))
+        limit = self.llm.config.max_num_seqs + self.config.max_queued_seqs
+        if stream.num_seqs > limit:
+            raise bad_request(
+                f"the request asks for {stream.num_seqs} completions (prompts times n); this server takes "
+                f"{limit} at once",
+                "n",
+            )
+        if self.engine.num_live_seqs + stream.num_seqs > limit:
+            raise ApiError(
+                429,
+                f"{self.engine.num_live_seqs} completions run or wait, and at most {limit} may; try again",
+                code="queue_full",
+            )
+        try:
+            await self.engine.submit(stream)
+        except asyncio.CancelledError:
+            stream.is_aborted = True
+            self.engine.abort(stream)
+            raise
+        return stream
