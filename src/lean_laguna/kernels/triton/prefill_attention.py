@@ -20,7 +20,7 @@ APPEND_ROWS = 16
 """Tokens of a program that writes keys and values."""
 
 
-@triton.jit(do_not_specialize=["first", "num_tokens"])
+@triton.jit(do_not_specialize=["first", "num_tokens"], do_not_specialize_on_alignment=["table_ptr"])
 def _append_kernel(
     qkv_ptr,
     k_norm_ptr,
@@ -175,7 +175,9 @@ def _opened(gate, DTYPE: tl.constexpr):
     return tl.where(gate > 20.0, gate, log1p).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first", "num_tokens", "begin"])
+@triton.jit(
+    do_not_specialize=["first", "num_tokens", "begin"], do_not_specialize_on_alignment=["table_ptr"]
+)
 def _chunk_kernel(
     qkv_ptr,
     out_ptr,
@@ -306,7 +308,7 @@ def _chunk_kernel(
         True,
         STAGES,
     )
-    y = (acc / total[:, None]).to(DTYPE)
+    y = (acc / tl.where(live, total, 1.0)[:, None]).to(DTYPE)
     if GATE:
         gate_at = qkv_ptr + row.to(tl.int64) * WIDTH + (H + 2 * J) * P + head
         gate = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)

@@ -1,0 +1,504 @@
+"""One call on a GPU: prefill checked against plain PyTorch, timed by kernel class and as a whole.
+
+    PYTHONPATH=src python3 benchmarks/gpu_prefill.py --out FOLDER --budget 120
+
+Builds a random Laguna-XS (67 GB in BF16). Prints a short table last and writes gpu_prefill.json. Under the
+interpreter (``TRITON_INTERPRET=1 ... --tiny``) it only shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from random_model import TINY, XS, Maker
+from torch import Tensor
+
+from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk
+from lean_laguna.kernels.triton.prefill_attention import append_keys, attend_chunk
+from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up, sort_by_expert
+from lean_laguna.kernels.triton.prefill_rows import combine, silu_and_mul
+from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
+from lean_laguna.kernels.triton.weights import LayerWeights, SparseWeights
+
+Run = Callable[[], Any]
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c + -b * s, b * c + a * s, rest), -1)
+
+
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def plain_layer(layer: LayerWeights, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a whole sequence's residual stream after a layer, and the layer's keys, by plain PyTorch."""
+    a, shape, n = layer.attention, layer.attention.shape, h.shape[0]
+    H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    at = torch.arange(n, device=h.device)
+    cos, sin = (t[at] for t in layer.rotary)
+    qkv = linear(rms_norm(h, a.input_norm), a.qkv)
+    q, k, v, gate = qkv.split([H * P, J * P, J * P, H], -1)
+    q = rotate(rms_norm(q.reshape(n, H, P), a.q_norm), cos, sin)
+    k = rotate(rms_norm(k.reshape(n, J, P), a.k_norm), cos, sin)
+    seen = at[None] <= at[:, None]
+    if shape.window:
+        seen &= at[:, None] - at[None] < shape.window
+    keys, values = (t.reshape(n, J, P).float().repeat_interleave(H // J, 1).transpose(0, 1) for t in (k, v))
+    scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * P**-0.5
+    y = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values).transpose(0, 1).to(h.dtype)
+    y = (y * F.softplus(gate.float()).to(y.dtype)[..., None]).reshape(n, -1)
+    h = h + linear(y, a.out)
+    m, x = layer.mlp, rms_norm(h, layer.mlp.norm)
+    if not isinstance(m, SparseWeights):
+        return h + linear(gated(linear(x, m.gate_up)), m.down), k
+    E = m.bias.shape[0]
+    both = linear(x, m.router_gate_up)
+    sigmoid = torch.sigmoid(both[:, :E].float())
+    ids = torch.sort(sigmoid + m.bias, dim=-1, descending=True, stable=True)[1][:, : m.top_k]
+    weights = sigmoid.gather(1, ids)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(h.dtype).float()
+    routed = torch.zeros(h.shape, device=h.device)
+    for e in range(E):
+        row, rank = (ids == e).nonzero(as_tuple=True)
+        act = gated(linear(x[row], m.gate_up[e]))
+        routed[row] += weights[row, rank][:, None] * (act.float() @ m.down[e].float().T)
+    y = routed.to(h.dtype) * m.scaling + linear(gated(both[:, E:]), m.shared_down)
+    return h + y, k
+
+
+class Bench:
+    """The model, its buffers, the clock, and what has been found out so far."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.begin, self.budget_s, self.tiny = time.monotonic(), args.budget, args.tiny
+        self.found: dict[str, Any] = {"errors": {}}
+        self.device, self.dtype = ("cpu", torch.float32) if args.tiny else ("cuda", torch.bfloat16)
+        self.shape = TINY if args.tiny else XS
+        self.chunks = (16, 32) if args.tiny else (2048, 8192)
+        self.lengths = (20, 40) if args.tiny else (256, 2048, 32768)
+        small = AttentionTile(16, 16, 4, 2)
+        few = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
+        self.tiles = PrefillTiles(small, small, few, few) if args.tiny else PrefillTiles()
+
+    def left(self) -> float:
+        return self.budget_s - (time.monotonic() - self.begin)
+
+    def build(self) -> None:
+        torch.manual_seed(1)
+        long = max(self.lengths)
+        self.maker = Maker(self.shape, long, self.device, self.dtype)
+        self.weights = self.maker.target()
+        self.caches = self.maker.caches(self.weights.layers, [long])
+        self.scratch = PrefillScratch.allocate(self.weights, self.chunks[-1])
+        self.scratch.input_ids.random_(self.shape.vocab)
+        self.sync()
+        if not self.tiny:
+            bytes_of = sum(getattr(self.scratch, n).nbytes for n in ("hidden", "normed", "delta", "work"))
+            self.found["scratch_gib"] = round(bytes_of / 2**30, 3)
+
+    def sync(self) -> None:
+        if not self.tiny:
+            torch.cuda.synchronize()
+
+    def step(self, rows: int, tiles: PrefillTiles | None = None) -> PrefillStep:
+        s = self.scratch
+        scratch = dataclasses.replace(s, rows=rows)
+        taps = torch.empty(
+            rows, len(self.shape.taps), self.shape.hidden, dtype=self.dtype, device=self.device
+        )
+        return PrefillStep(self.weights, self.caches, scratch, self.shape.taps, taps, tiles or self.tiles)
+
+    def compile(self, runs: list[Run]) -> None:
+        """Compile every kernel that the runs would launch, side by side, launching none."""
+        if self.tiny:
+            return
+        from triton.runtime.jit import JITFunction
+
+        launch = JITFunction.run
+
+        def dry(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+
+        before = time.monotonic()
+        JITFunction.run = dry
+        try:
+            with ThreadPoolExecutor(16) as pool:
+                from triton import AsyncCompileMode
+
+                with AsyncCompileMode(pool, ignore_errors=True):
+                    for run in runs:
+                        run()
+        finally:
+            JITFunction.run = launch
+        print(f"compiled in {time.monotonic() - before:.1f} s ({len(runs)} runs)", flush=True)
+
+    def time_ms(self, run: Run, repeats: int = 7) -> float:
+        """Return the median time of one run."""
+        run()
+        if self.tiny:
+            return 1.0
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        self.sync()
+        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+        return times[len(times) // 2]
+
+    def phase(self, name: str, body: Callable[[], Any], needs_s: float = 5.0) -> None:
+        if self.left() < needs_s:
+            self.found["errors"][name] = "skipped: out of time"
+            return
+        before = time.monotonic()
+        try:
+            self.found[name] = body()
+        except Exception:
+            self.found["errors"][name] = traceback.format_exc()
+            print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
+        print(f"-- {name}: {time.monotonic() - before:.1f} s", flush=True)
+
+    # --- correctness
+
+    def check(self) -> dict[str, Any]:
+        """Run single layers on a prompt of several chunks, buffers full of NaN; errors by row."""
+        torch.backends.cuda.matmul.allow_tf32 = False
+        chunk, length = (16, 39) if self.tiny else (512, 1347)
+        ids = torch.randint(self.shape.vocab, (length,), dtype=torch.int32, device=self.device)
+        out: dict[str, Any] = {}
+        for i in (0, 1) if self.tiny else (0, 1, 4):
+            weights = dataclasses.replace(self.weights, layers=(self.weights.layers[i],))
+            caches = self.maker.caches(weights.layers, [length])
+            for pages in caches.layers[0]:
+                pages.fill_(float("nan"))
+            scratch = PrefillScratch.allocate(weights, chunk)
+            for name in ("hidden", "normed", "delta", "work"):
+                getattr(scratch, name).fill_(float("nan"))
+            taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
+            got, at = [], 0
+            step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles)
+            while at < length:
+                n = next_chunk(at, length, chunk)
+                step.run(ids[at : at + n], at, n)
+                got.append(taps[:n, 0].clone())
+                at += n
+            start = weights.embed[ids.long()]
+            want, keys = plain_layer(self.weights.layers[i], start)
+            every = torch.arange(length, device=self.device)
+            block = caches.tables[0][0, every // 16].long()
+            own = caches.layers[0][0][block, every % 16]
+            out[f"layer {i}"] = self.row_errors(torch.cat(got) - start, want - start)
+            out[f"layer {i} keys"] = self.row_errors(own.flatten(1), keys.flatten(1))
+        return out
+
+    @staticmethod
+    def row_errors(got: Tensor, want: Tensor) -> dict[str, float]:
+        error = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+        error = torch.where(error.isfinite(), error, torch.inf)
+        values = {"median": error.median(), "95 %": error.quantile(0.95), "worst": error.max()}
+        return {name: round(value.item(), 5) for name, value in values.items()}
+
+    def repeat(self) -> dict[str, bool]:
+        """Say whether the last hidden state has the same bits again, over other leftovers."""
+        chunk, length = self.chunks[0], min(3 * self.chunks[0] // 2, max(self.lengths))
+        bits = []
+        for _ in range(2):
+            self.scratch.work.normal_()
+            bits.append(self.whole(self.step(chunk), length, chunk).clone())
+        return {"equal": torch.equal(*bits), "finite": bool(bits[0].isfinite().all())}
+
+    # --- time
+
+    def whole(self, step: PrefillStep, length: int, chunk: int, long: int | None = None) -> Tensor:
+        at, hidden = 0, self.scratch.normed
+        while at < length:
+            n = next_chunk(at, length, chunk, long)
+            hidden = step.run(self.scratch.input_ids, at, n)
+            at += n
+        return hidden
+
+    def totals(self, tiles: PrefillTiles | None = None) -> dict[str, float]:
+        """Time whole prompts, the head's argmax of the last row included."""
+        out, (short, long) = {}, self.chunks
+
+        def prompt(length: int, chunk: int, longer: int | None) -> Run:
+            step = self.step(longer or chunk, tiles)
+
+            def run() -> None:
+                hidden = self.whole(step, length, chunk, longer)
+                torch.argmax(hidden @ self.weights.head.t(), -1)
+
+            return run
+
+        for length in self.lengths:
+            plans = {(short, None)} if length <= short else {(short, None), (short, long), (long, None)}
+            for chunk, longer in sorted(plans, key=str):
+                run = prompt(length, chunk, longer)
+                key = f"{length} tokens, chunks of {chunk}" + (f" then {longer}" if longer else "")
+                out[key] = round(self.time_ms(run, 5 if length <= short else 2), 2)
+        return out
+
+    def host(self) -> float:
+        """Return milliseconds of host time of one chunk's launches."""
+        step = self.step(self.chunks[0])
+        self.sync()
+        before = time.monotonic()
+        step.run(self.scratch.input_ids, 0, self.chunks[0])
+        took = time.monotonic() - before
+        self.sync()
+        return round(took * 1000, 2)
+
+    def classes(self) -> dict[str, float]:
+        """Time what is neither attention nor an expert's product: one launch, over many layers' weights."""
+        out: dict[str, float] = {}
+        sparse = [layer for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)]
+        sparse = [layer for layer in sparse if layer.attention.shape.window][:8]
+        for rows in self.chunks:
+            s = self.scratch
+            x, delta, D = s.normed[:rows].normal_(), s.delta[:rows], self.shape.hidden
+            a, m = sparse[0].attention, sparse[0].mlp
+            E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
+            width, P = a.shape.width, a.shape.num_heads * a.shape.head_dim
+            qkv, heads = (s.work[: rows * w].view(rows, w).normal_() for w in (width, P))
+            both, terms = (
+                s.work[: rows * (E + 2 * FS)].view(rows, -1),
+                s.work[: rows * A * D].view(rows, A, D),
+            )
+            shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
+            tile = self.tiles.experts(rows)
+            cache, table = self.caches.layers[1], self.caches.tables[1][0]
+
+            def each(body: Callable[[LayerWeights], Any], over: list[LayerWeights] = sparse) -> Run:
+                return lambda: [body(layer) for layer in over]
+
+            names: dict[str, Callable[[LayerWeights], Any]] = {
+                "qkv": lambda w, x=x, o=qkv: torch.mm(x, w.attention.qkv.t(), out=o),
+                "out": lambda w, h=heads, o=delta: torch.mm(h, w.attention.out.t(), out=o),
+                "router+shared": lambda w, x=x, o=both: torch.mm(x, w.mlp.router_gate_up.t(), out=o),
+                "shared down": lambda w, h=shared, o=delta: torch.mm(h, w.mlp.shared_down.t(), out=o),
+                "append": lambda w, q=qkv, n=rows: append_keys(
+                    q, a.k_norm, w.rotary, cache, table, a.shape, 0, n, eps=1e-6
+                ),
+                "silu": lambda w, b=both, o=shared, e=E, n=rows: silu_and_mul(b[:, e:], o, n),
+                "sort": lambda w, b=both, n=rows, t=tile: sort_by_expert(
+                    b, w.mlp.bias, s.sort, n, n, t, top_k=A
+                ),
+                "combine": lambda w, t=terms, o=delta, n=rows: combine(
+                    s.hidden[:n], t, o, w.mlp.norm, s.normed[:n], n, 1e-6, scaling=2.5
+                ),
+            }
+            for name, body in names.items():
+                both.normal_()
+                out[f"{name}, {rows} rows: us"] = round(self.time_ms(each(body)) * 1000 / len(sparse), 1)
+        return out
+
+    def attention(self) -> list[dict[str, Any]]:
+        """Time attention tile by tile, on pages and on keys gathered in order first."""
+        tiles = [
+            AttentionTile(*t)
+            for t in (
+                [(16, 16, 4, 2)]
+                if self.tiny
+                else [
+                    (128, 64, 8, 3),
+                    (128, 128, 8, 2),
+                    (128, 64, 4, 3),
+                    (64, 64, 4, 3),
+                    (128, 128, 8, 3),
+                    (64, 128, 4, 2),
+                ]
+            )
+        ]
+        rows, cases, runs = self.chunks[-1], [], []
+        long = max(self.lengths)
+        for i in (0, 1):
+            layer = self.weights.layers[i]
+            shape, table = layer.attention.shape, self.caches.tables[i][0]
+            cache = self.caches.layers[i]
+            ordered = tuple(pages[table.long()].flatten(0, 1) for pages in cache)
+            linear_cache = tuple(t.view(-1, 16, *t.shape[1:]) for t in ordered)
+            qkv = self.scratch.work[: rows * shape.width].view(rows, -1).normal_()
+            wide = shape.num_heads * shape.head_dim
+            out = self.scratch.work[rows * shape.width :][: rows * wide].view(rows, wide)
+            for first, n in ((0, self.chunks[0]), (long - rows, rows)):
+                keys = torch.arange(first, first + n).double() + 1
+                keys = keys.clamp(max=shape.window) if shape.window else keys
+                flops = 4.0 * keys.sum().item() * wide
+                for tile in tiles:
+                    for paged in (True, False):
+
+                        def run(
+                            i=i, tile=tile, paged=paged, first=first, n=n, qkv=qkv, out=out, lin=linear_cache
+                        ) -> None:
+                            w = self.weights.layers[i]
+                            attend_chunk(
+                                qkv, out, w.attention.q_norm, w.rotary, self.caches.layers[i] if paged else lin,
+                                self.caches.tables[i][0], w.attention.shape, first, n, tile, eps=1e-6, paged=paged,
+                            )  # fmt: skip
+
+                        row = {"kind": "sliding" if shape.window else "full", "first": first, "n": n}
+                        cases.append(
+                            row | {"paged": paged, "tile": dataclasses.astuple(tile), "flops": flops}
+                        )
+                        runs.append(run)
+        self.compile(runs)
+        for row, run in zip(cases, runs, strict=True):
+            try:
+                ms = self.time_ms(run, 3)
+                row |= {"ms": round(ms, 4), "tflops": round(row.pop("flops") / ms / 1e9, 1)}
+            except Exception as error:
+                row["error"] = repr(error)[:120]
+            if self.left() < 20:
+                break
+        return cases
+
+    def library_attention(self) -> dict[str, Any]:
+        """Time the library's attention, not causal, as a yardstick for a chunk far into a prompt."""
+        if self.tiny:
+            return {}
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        H, J, P, n, keys = self.shape.full_heads, self.shape.kv_heads, self.shape.head_dim, 8192, 24576
+        q = torch.randn(1, H, n, P, device=self.device, dtype=self.dtype)
+        k, v = (torch.randn(1, J, keys, P, device=self.device, dtype=self.dtype) for _ in range(2))
+        out = {}
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                ms = self.time_ms(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 3)
+            out[backend.name] = round(4.0 * H * P * n * keys / ms / 1e9, 1)
+        return out
+
+    def experts(self) -> list[dict[str, Any]]:
+        """Time the experts' products tile by tile over several layers' weights."""
+        short, long = self.chunks
+        tiles = (
+            [(short, self.tiles.few)]
+            if self.tiny
+            else [
+                (rows, ExpertTile(r, up, down, 64, wu, wd, su, sd, maps))
+                for rows, shapes in (
+                    (short, [(64, 64, 128, 4, 4, 4, 4), (64, 128, 128, 4, 4, 3, 3), (64, 128, 256, 8, 8, 3, 3),
+                             (128, 64, 128, 8, 8, 4, 4), (128, 128, 128, 8, 8, 3, 3), (128, 64, 128, 4, 4, 4, 4)]),
+                    (long, [(128, 64, 128, 8, 8, 4, 4), (128, 128, 128, 8, 8, 3, 4), (128, 128, 256, 8, 8, 3, 3),
+                            (64, 128, 256, 4, 4, 3, 3), (128, 64, 128, 4, 4, 4, 4)]),
+                )
+                for r, up, down, wu, wd, su, sd in shapes
+                for maps in (False, True)
+            ]
+        )  # fmt: skip
+        layers = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)][:6]
+        A, s = self.shape.top_k, self.scratch
+        E, D, width = self.shape.experts, self.shape.hidden, self.shape.expert
+        runs, cases = [], []
+        for rows, tile in tiles:
+            both = s.work[: rows * (E + 2 * self.shape.shared)].view(rows, -1)
+            act = s.work[: rows * A * width].view(-1, width)
+            terms = s.work[rows * A * width :][: rows * A * D].view(-1, D)
+            count = cdiv(rows * A, tile.rows) + E
+
+            def prepare(rows=rows, tile=tile, both=both) -> None:
+                both.normal_()
+                sort_by_expert(both, layers[0].bias, s.sort, rows, rows, tile, top_k=A)
+                s.normed.normal_()
+
+            def up(rows=rows, tile=tile, act=act, count=count) -> None:
+                for m in layers:
+                    expert_chunk_up(s.normed[:rows], m.gate_up, s.sort, act, count, tile, top_k=A)
+
+            def down(tile=tile, act=act, terms=terms, count=count) -> None:
+                for m in layers:
+                    expert_chunk_down(act, m.down, s.sort, terms, count, tile)
+
+            cases.append((rows, tile))
+            runs.append((prepare, up, down))
+        self.compile([run for three in runs for run in three])
+        found = []
+        for (rows, tile), (prepare, up, down) in zip(cases, runs, strict=True):
+            row: dict[str, Any] = {"rows": rows, "tile": dataclasses.astuple(tile)}
+            try:
+                prepare()
+                row["tiles"] = s.sort.num_tiles.item()
+                flops = 2.0 * rows * A * D * width
+                for name, run, times, _prep in (("up", up, 2, None), ("down", down, 1, None)):
+                    ms = self.time_ms(run, 3) / len(layers)
+                    tb_s = times * E * D * width * 2 / ms / 1e9
+                    row[name] = {"us": round(ms * 1000, 1), "tflops": round(flops * times / ms / 1e9, 1)}
+                    row[name]["tb_s"] = round(tb_s, 2)
+            except Exception as error:
+                row["error"] = repr(error)[:160]
+            found.append(row)
+            if self.left() < 15:
+                break
+        return found
+
+    def report(self, out: Path) -> None:
+        found = self.found
+        found["seconds"] = round(time.monotonic() - self.begin, 1)
+        (out / "gpu_prefill.json").write_text(json.dumps(found, indent=1, default=str))
+        for row in found.get("attention") or []:
+            print(row)
+        for row in found.get("experts") or []:
+            print(row)
+        for key in ("classes", "library_attention", "check", "repeat", "totals"):
+            value = found.get(key)
+            print(key)
+            for k, v in (value or {}).items():
+                print(f"  {k}: {v}")
+        print(f"host ms a chunk: {found.get('host')}; scratch GiB: {found.get('scratch_gib')}")
+        print(f"errors: {list(found['errors'])}; {found['seconds']} s in all")
+
+
+def main() -> None:
+    """Run all phases within the time budget."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument(
+        "--budget", type=float, default=120.0, help="seconds; phases that overrun are skipped"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a toy shape on the CPU, to try the script itself"
+    )
+    parser.add_argument(
+        "--phases", default="check,repeat,totals,host,attention,experts,classes,library_attention"
+    )
+    args = parser.parse_args()
+    bench = Bench(args)
+    bench.phase("build", bench.build)
+    if not args.tiny:
+        bench.phase(
+            "compile",
+            lambda: bench.compile([lambda: bench.whole(bench.step(c), c, c) for c in (*bench.chunks, 256)]),
+        )
+    for name in args.phases.split(","):
+        bench.phase(name, getattr(bench, name))
+    bench.report(args.out)
+
+
+if __name__ == "__main__":
+    main()
