@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from lean_laguna.core.errors import ConfigError, nearest
@@ -57,4 +58,6 @@ def stored_as(config: LagunaConfig, name: str) -> Inventory:
     def scheme_of(module: Module) -> WeightScheme | None:
         return chosen.get(module.module_class) if module.is_linear else None
 
-    return from_modules(target_modules(config), scheme_of, "BF16")
+    inventory = from_modules(target_modules(config), scheme_of, "BF16")
+    # Every quantised build that poolside publishes brings scales for FP8 keys and values.
+    return dataclasses.replace(inventory, has_fp8_kv=bool(chosen))
