@@ -12,6 +12,7 @@ import torch
 
 from lean_laguna.core.types import Logprob, SamplingParams, SpeculationStats
 from lean_laguna.spec.acceptance import Ending, accept, cut_block
+from lean_laguna.spec.constraint import Constraint
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.sampling import RowBlock, SamplingRequest, sample_drafts, sample_rows
 from lean_laguna.spec.statistics import SpeculationCounter
@@ -60,15 +61,18 @@ def new_request(
     *,
     seed: int = 0,
     bad_word_ids: Sequence[Sequence[int]] = (),
+    eos_token_ids: Sequence[int] = (EOS,),
+    constraints: Sequence[Constraint] = (),
 ) -> SamplingRequest:
-    """Make a request whose end-of-sequence is `EOS`."""
+    """Make a request."""
     return SamplingRequest(
         params,
         prompt,
         seed=seed,
         vocab_size=target.vocab_size,
-        eos_token_ids=(EOS,),
+        eos_token_ids=eos_token_ids,
         bad_word_ids=bad_word_ids,
+        constraints=constraints,
     )
 
 
@@ -129,6 +133,11 @@ def scripted_drafter(
         return [token if rng.random() < p_right else rng.randrange(vocab_size) for token in ahead]
 
     return draft
+
+
+def forced_drafter(longest: int) -> Drafter:
+    """Draft what the request's own constraints foresee."""
+    return lambda request, noise: request.forced_tokens(longest)
 
 
 def model_drafter(model: ToyTarget, longest: int, rng: random.Random) -> Drafter:

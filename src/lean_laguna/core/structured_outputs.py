@@ -40,7 +40,7 @@ class StructuredOutputs:
             RequestError: Names the field.
         """
         where = "structured_outputs"
-        if isinstance(self.json, Mapping | bool) and self.json is not None:
+        if isinstance(self.json, Mapping | bool):
             object.__setattr__(self, "json", _schema_text(self.json, f"{where}.json"))
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
@@ -51,7 +51,8 @@ class StructuredOutputs:
                 f"{where}: json_object and disable_any_whitespace are true or false", param=where
             )
         if self.choice is not None:
-            texts = () if isinstance(self.choice, str) else tuple(self.choice)
+            is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+            texts = tuple(self.choice) if is_list else ()
             if not texts or any(not isinstance(text, str) or not text for text in texts):
                 raise RequestError(
                     f"{where}.choice must be a list of non-empty texts, found {self.choice!r:.200}",

@@ -1,8 +1,8 @@
 """Output that follows a JSON schema, a regular expression, a choice or a grammar, with any drafter.
 
 llguidance tells which tokens may follow a prefix; the walk over drafted rows, and the way back when they are
-rejected, is here. Grammars describe bytes, so any tokenisation of an allowed text is allowed, and what is
-allowed depends on the text alone.
+rejected, is here. Where the grammar leaves one text only, llguidance allows its usual tokens alone, so that a
+draft of them is always accepted.
 
 Where the prompt leaves the thinking open, the grammar begins after it; until then only the end of the
 sequence is withheld, since the answer that the grammar describes is yet to come.
@@ -47,11 +47,14 @@ def grammar_text(structured: StructuredOutputs) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if structured.json is not None or structured.json_object:
-        schema = structured.json if structured.json is not None else '{"type": "object"}'
+        schema = '{"type": "object"}' if structured.json is None else structured.json
         space: Any = {"whitespace_flexible": False}
         if not structured.disable_any_whitespace:
             space = {"whitespace_flexible": True, "whitespace_pattern": _SOME_SPACE}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=space)
+        try:
+            return LLMatcher.grammar_from_json_schema(schema, overrides=space)
+        except ValueError as error:
+            raise RequestError(f"{PARAM}.json is no JSON: {error}", param=PARAM) from None
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:
@@ -213,12 +216,13 @@ class GrammarConstraint:
 
 
 class _TokenTable:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer as llguidance wants it, with an empty entry for each row of the target that is no token."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
         self.bos_token_id = None
-        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        num_entries = max(vocab_size, tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(num_entries)]
         self.special_token_ids = sorted(tokenizer.special_token_ids)
         self._tokenizer = tokenizer
 
@@ -229,9 +233,8 @@ class _TokenTable:
 def _backend(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    table = _TokenTable(tokenizer)
     eos = list(tokenizer.eos_token_ids) or None
-    return LLTokenizer(TokenizerWrapper(table), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_TokenTable(tokenizer, vocab_size)), eos_token=eos)
 
 
 def _require_llguidance() -> None:

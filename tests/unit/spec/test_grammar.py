@@ -1,0 +1,171 @@
+"""A grammar allows exactly what its text allows, token by token, and walks back from drafts."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+
+from lean_laguna.core.errors import MissingDependencyError, RequestError
+from lean_laguna.core.structured_outputs import StructuredOutputs
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.grammar import GrammarCompiler, check_structured_outputs
+from lean_laguna.spec.thinking import ThinkTags
+from support.tokenizers import byte_level_json
+
+VOCAB = 330  # rows beyond the tokenizer's tokens, as padded vocabularies have them
+EOS = 2
+ENDS = {EOS, 317}  # and the end of the assistant's turn
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(tokenizers.Tokenizer.from_str(byte_level_json()), (EOS,))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, VOCAB)
+
+
+def allowed(constraint, drafts=()):
+    scores = np.zeros((len(drafts) + 1, VOCAB))
+    constraint.restrict(scores, list(drafts), 0)
+    return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in scores]
+
+
+def by_choice(tokenizer, choices, prefix):
+    """Return what may follow, by looking at every token."""
+    fits = {
+        token
+        for token in range(tokenizer.vocab_size)
+        if token not in tokenizer.special_token_ids
+        and (text := tokenizer.token_bytes(token))
+        and any(choice.encode().startswith(prefix + text) for choice in choices)
+    }
+    return fits | (ENDS if prefix.decode("utf-8", "replace") in choices else set())
+
+
+CHOICES = ["return a", "return b", "returns", "é☃", '"\\n"\n', "re"]
+
+
+def test_rows_allow_what_a_look_at_every_token_allows(tokenizer, compiler):
+    structured = StructuredOutputs(choice=CHOICES)
+    for choice in CHOICES:
+        drafts = tokenizer.encode(choice)
+        constraint = compiler.constraint(structured, [], None)
+        before = allowed(constraint)
+        prefixes = [b"".join(map(tokenizer.token_bytes, drafts[:i])) for i in range(len(drafts) + 1)]
+        expected = [by_choice(tokenizer, CHOICES, prefix) for prefix in prefixes]
+        rows = allowed(constraint, drafts)
+        for row, fits, draft in zip(rows, expected, [*drafts, EOS], strict=True):
+            assert draft in row
+            assert row == fits or (row < fits and len(row) == 1)  # one text is left: its usual tokens alone
+        assert allowed(constraint) == before
+        for token, row in zip(drafts, rows, strict=False):
+            assert allowed(constraint) == [row]
+            constraint.commit([token])
+        assert allowed(constraint) == rows[-1:]
+        constraint.commit([EOS])
+        assert allowed(constraint) == [ENDS]
+
+
+def test_a_forbidden_draft_is_walked_back_from(tokenizer, compiler):
+    constraint = compiler.constraint(StructuredOutputs(regex="ab+c"), [], None)
+    a, b, c, d = (tokenizer.encode(text)[0] for text in "abcd")
+    fresh = allowed(constraint)
+    for drafts in ([a, b, d, b], [d], [EOS, a], [a, b, c, EOS, a], [-1, a], [a, -1, b], [0], [VOCAB - 1, a]):
+        allowed(constraint, drafts)
+        assert allowed(constraint) == fresh
+    constraint.commit([a, b])
+    assert allowed(constraint) == [{b, c}]
+
+
+def test_grammar_begins_after_the_thinking(tokenizer, compiler):
+    tags = ThinkTags.of(tokenizer)
+    constraint = compiler.constraint(StructuredOutputs(regex="ab"), [tags.start_id], tags)
+    a, b = (tokenizer.encode(text)[0] for text in "ab")
+    everything = set(range(VOCAB)) - ENDS
+    assert allowed(constraint, [b, tags.end_id, a]) == [everything, everything, {a}, {b}]
+    constraint.commit([b, tags.end_id])
+    assert allowed(constraint) == [{a}]
+    at_once = compiler.constraint(StructuredOutputs(regex="ab"), [tags.start_id, tags.end_id], tags)
+    assert allowed(at_once) == [{a}]
+
+
+def test_what_must_come_is_foreseen(tokenizer, compiler):
+    schema = {"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"]}
+    schema["additionalProperties"] = False
+    structured = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    constraint = compiler.constraint(structured, [], None)
+    before = allowed(constraint)
+    forced = constraint.forced_tokens(100)
+    assert json.loads(tokenizer.decode(forced)) == {"name": "x"}
+    assert constraint.forced_tokens(2) == forced[:2]
+    assert allowed(constraint) == before
+    assert all(token in row for token, row in zip(forced, allowed(constraint, forced), strict=False))
+    constraint.commit(forced)
+    assert allowed(constraint) == [ENDS]
+    assert constraint.forced_tokens(5) == []
+
+
+def test_the_grammar_outlasts_options_that_ban_all_it_allows(tokenizer, compiler):
+    constraint = compiler.constraint(StructuredOutputs(regex="a"), [], None)
+    scores = np.zeros((1, VOCAB))
+    (a,) = tokenizer.encode("a")
+    scores[0, a] = -np.inf
+    constraint.restrict(scores, [], 0)
+    assert np.flatnonzero(np.isfinite(scores[0])).tolist() == [a]
+
+
+@pytest.mark.parametrize(
+    ("structured", "text"),
+    [
+        ({"json_object": True}, '{"a": [1, {"b": null}]}'),
+        ({"json": {"type": "array", "items": {"type": "integer"}}}, "[1, 2]"),
+        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, "a12"),
+        ({"grammar": 'root ::= "a" [0-9]+'}, "a12"),
+        ({"regex": r"\d{4}-\d\d"}, "2026-11"),
+    ],
+)
+def test_every_kind_of_constraint_is_followed(tokenizer, compiler, structured, text):
+    constraint = compiler.constraint(StructuredOutputs.from_dict(structured), [], None)
+    tokens = tokenizer.encode(text)
+    rows = allowed(constraint, tokens)
+    assert all(token in row for token, row in zip(tokens, rows, strict=False))
+    assert EOS in rows[-1]
+    assert EOS not in rows[0]
+    (wrong,) = tokenizer.encode("z")
+    assert wrong not in rows[0]
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"json": "{"},
+        {"json": {"type": "strange"}},
+        {"regex": "(a"},
+        {"grammar": "start: nothing"},
+        {"grammar": "::="},
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_any_token(compiler, structured):
+    structured = StructuredOutputs.from_dict(structured)
+    for check in (check_structured_outputs, lambda given: compiler.constraint(given, [], None)):
+        with pytest.raises(RequestError, match="structured_outputs") as refused:
+            check(structured)
+        assert refused.value.param == "structured_outputs"
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'lean-laguna\[structured\]'"):
+        check_structured_outputs(StructuredOutputs(regex="a"))
+
+
+def test_a_matcher_is_made_once_and_shared_by_no_two_completions(compiler):
+    first = compiler.constraint(StructuredOutputs(regex="xy"), [], None)
+    first.commit(sorted(allowed(first)[0])[:1])
+    second = compiler.constraint(StructuredOutputs(regex="xy"), [], None)
+    assert allowed(first) != allowed(second)
