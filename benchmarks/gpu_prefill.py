@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk
 from lean_laguna.kernels.triton.prefill_attention import append_keys, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up, sort_by_expert
-from lean_laguna.kernels.triton.prefill_rows import combine, silu_and_mul
+from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, silu_and_mul
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.weights import LayerWeights, SparseWeights
 
@@ -276,97 +277,63 @@ class Bench:
 
     def classes(self) -> dict[str, float]:
         """Time what is neither attention nor an expert's product: one launch, over many layers' weights."""
-        out: dict[str, float] = {}
+        return {name: us for rows in self.chunks for name, us in self.classes_of(rows).items()}
+
+    def classes_of(self, rows: int) -> dict[str, float]:
         sparse = [layer for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)]
         sparse = [layer for layer in sparse if layer.attention.shape.window][:8]
-        for rows in self.chunks:
-            s = self.scratch
-            x, delta, D = s.normed[:rows].normal_(), s.delta[:rows], self.shape.hidden
-            a, m = sparse[0].attention, sparse[0].mlp
-            E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
-            width, P = a.shape.width, a.shape.num_heads * a.shape.head_dim
-            qkv, heads = (s.work[: rows * w].view(rows, w).normal_() for w in (width, P))
-            both, terms = (
-                s.work[: rows * (E + 2 * FS)].view(rows, -1),
-                s.work[: rows * A * D].view(rows, A, D),
-            )
-            shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
-            tile = self.tiles.experts(rows)
-            cache, table = self.caches.layers[1], self.caches.tables[1][0]
-
-            def each(body: Callable[[LayerWeights], Any], over: list[LayerWeights] = sparse) -> Run:
-                return lambda: [body(layer) for layer in over]
-
-            names: dict[str, Callable[[LayerWeights], Any]] = {
-                "qkv": lambda w, x=x, o=qkv: torch.mm(x, w.attention.qkv.t(), out=o),
-                "out": lambda w, h=heads, o=delta: torch.mm(h, w.attention.out.t(), out=o),
-                "router+shared": lambda w, x=x, o=both: torch.mm(x, w.mlp.router_gate_up.t(), out=o),
-                "shared down": lambda w, h=shared, o=delta: torch.mm(h, w.mlp.shared_down.t(), out=o),
-                "append": lambda w, q=qkv, n=rows: append_keys(
-                    q, a.k_norm, w.rotary, cache, table, a.shape, 0, n, eps=1e-6
-                ),
-                "silu": lambda w, b=both, o=shared, e=E, n=rows: silu_and_mul(b[:, e:], o, n),
-                "sort": lambda w, b=both, n=rows, t=tile: sort_by_expert(
-                    b, w.mlp.bias, s.sort, n, n, t, top_k=A
-                ),
-                "combine": lambda w, t=terms, o=delta, n=rows: combine(
-                    s.hidden[:n], t, o, w.mlp.norm, s.normed[:n], n, 1e-6, scaling=2.5
-                ),
-            }
-            for name, body in names.items():
-                both.normal_()
-                out[f"{name}, {rows} rows: us"] = round(self.time_ms(each(body)) * 1000 / len(sparse), 1)
+        s, D, shape = self.scratch, self.shape.hidden, sparse[0].attention.shape
+        x, delta, hidden = s.normed[:rows].normal_(), s.delta[:rows], s.hidden[:rows]
+        m = sparse[0].mlp
+        E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
+        qkv, heads = (
+            s.work[: rows * w].view(rows, w) for w in (shape.width, shape.num_heads * shape.head_dim)
+        )
+        both, terms = s.work[: rows * (E + 2 * FS)].view(rows, -1), s.work[: rows * A * D].view(rows, A, D)
+        shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
+        tile = self.tiles.experts(rows)
+        cache, table = self.caches.layers[1], self.caches.tables[1][0]
+        names: dict[str, Callable[[LayerWeights], Any]] = {
+            "qkv": lambda w: torch.mm(x, w.attention.qkv.t(), out=qkv),
+            "out": lambda w: torch.mm(heads, w.attention.out.t(), out=delta),
+            "router+shared": lambda w: torch.mm(x, w.mlp.router_gate_up.t(), out=both),
+            "shared down": lambda w: torch.mm(shared, w.mlp.shared_down.t(), out=delta),
+            "append": lambda w: append_keys(
+                qkv, w.attention.k_norm, w.rotary, cache, table, shape, 0, rows, eps=1e-6
+            ),
+            "silu": lambda w: silu_and_mul(both[:, E:], shared, rows),
+            "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, rows, tile, top_k=A),
+            "add_norm": lambda w: add_norm(hidden, delta, w.mlp.norm, s.normed[:rows], rows, 1e-6),
+            "combine": lambda w: combine(
+                hidden, terms, delta, w.mlp.norm, s.normed[:rows], rows, 1e-6, scaling=2.5
+            ),
+        }
+        out = {}
+        for name, body in names.items():
+            s.work.normal_()
+            run = partial(lambda body: [body(layer) for layer in sparse], body)
+            out[f"{name}, {rows} rows: us"] = round(self.time_ms(run) * 1000 / len(sparse), 1)
         return out
 
     def attention(self) -> list[dict[str, Any]]:
-        """Time attention tile by tile, on pages and on keys gathered in order first."""
-        tiles = [
-            AttentionTile(*t)
-            for t in (
-                [(16, 16, 4, 2)]
-                if self.tiny
-                else [
-                    (128, 64, 8, 3),
-                    (128, 128, 8, 2),
-                    (128, 64, 4, 3),
-                    (64, 64, 4, 3),
-                    (128, 128, 8, 3),
-                    (64, 128, 4, 2),
-                ]
-            )
-        ]
-        rows, cases, runs = self.chunks[-1], [], []
-        long = max(self.lengths)
+        """Time attention tile by tile: keys from pages, or gathered in order first and then by tensor map."""
+        shapes = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 3)]
+        tiles = [AttentionTile(*t) for t in ([(16, 16, 4, 2)] if self.tiny else shapes)]
+        rows, long = self.chunks[-1], max(self.lengths)
+        cases, runs = [], []
         for i in (0, 1):
-            layer = self.weights.layers[i]
-            shape, table = layer.attention.shape, self.caches.tables[i][0]
-            cache = self.caches.layers[i]
-            ordered = tuple(pages[table.long()].flatten(0, 1) for pages in cache)
-            linear_cache = tuple(t.view(-1, 16, *t.shape[1:]) for t in ordered)
-            qkv = self.scratch.work[: rows * shape.width].view(rows, -1).normal_()
-            wide = shape.num_heads * shape.head_dim
-            out = self.scratch.work[rows * shape.width :][: rows * wide].view(rows, wide)
+            shape = self.weights.layers[i].attention.shape
             for first, n in ((0, self.chunks[0]), (long - rows, rows)):
                 keys = torch.arange(first, first + n).double() + 1
                 keys = keys.clamp(max=shape.window) if shape.window else keys
-                flops = 4.0 * keys.sum().item() * wide
+                flops = 4.0 * keys.sum().item() * shape.num_heads * shape.head_dim
                 for tile in tiles:
-                    for paged in (True, False):
-
-                        def run(
-                            i=i, tile=tile, paged=paged, first=first, n=n, qkv=qkv, out=out, lin=linear_cache
-                        ) -> None:
-                            w = self.weights.layers[i]
-                            attend_chunk(
-                                qkv, out, w.attention.q_norm, w.rotary, self.caches.layers[i] if paged else lin,
-                                self.caches.tables[i][0], w.attention.shape, first, n, tile, eps=1e-6, paged=paged,
-                            )  # fmt: skip
-
-                        row = {"kind": "sliding" if shape.window else "full", "first": first, "n": n}
+                    for source in ("pages",) if self.tiny else ("pages", "ordered", "maps"):
                         cases.append(
-                            row | {"paged": paged, "tile": dataclasses.astuple(tile), "flops": flops}
+                            {"kind": "sliding" if shape.window else "full", "first": first, "n": n}
+                            | {"source": source, "tile": dataclasses.astuple(tile), "flops": flops}
                         )
-                        runs.append(run)
+                        runs.append(self.attend(i, first, n, tile, source))
         self.compile(runs)
         for row, run in zip(cases, runs, strict=True):
             try:
@@ -377,6 +344,23 @@ class Bench:
             if self.left() < 20:
                 break
         return cases
+
+    def attend(self, i: int, first: int, n: int, tile: AttentionTile, source: str) -> Run:
+        layer, rows = self.weights.layers[i], self.chunks[-1]
+        shape, table, cache = layer.attention.shape, self.caches.tables[i][0], self.caches.layers[i]
+        if source != "pages":
+            cache = tuple(pages[table.long()].flatten(0, 1) for pages in cache)
+        work, wide = self.scratch.work, shape.num_heads * shape.head_dim
+        qkv = work[: rows * shape.width].view(rows, -1)
+        qkv.normal_()
+        out = work[rows * shape.width :][: rows * wide].view(rows, wide)
+        options = {"eps": 1e-6, "paged": source == "pages", "maps": source == "maps"}
+
+        def run() -> None:
+            norm = layer.attention.q_norm
+            attend_chunk(qkv, out, norm, layer.rotary, cache, table, shape, first, n, tile, **options)
+
+        return run
 
     def library_attention(self) -> dict[str, Any]:
         """Time the library's attention, not causal, as a yardstick for a chunk far into a prompt."""

@@ -118,19 +118,20 @@ def _take_keys(
     k_ptr,
     v_ptr,
     table_ptr,
+    column,
     STRIDE: tl.constexpr,
     P: tl.constexpr,
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     PAGED: tl.constexpr,
+    MAPS: tl.constexpr,
     MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Fold the keys of [from_key, to_key) into the running softmax, KEYS at a time."""
     d = tl.arange(0, P)
     i = tl.arange(0, KEYS)
-    DTYPE: tl.constexpr = v_ptr.dtype.element_ty
     for start in tl.range(from_key, to_key, KEYS, num_stages=STAGES):
         key = start + i
         kept = (key <= last) & (key >= lowest)
@@ -141,9 +142,11 @@ def _take_keys(
             else:
                 block = tl.load(table_ptr + key // KV_BLOCK)
             slot = block.to(tl.int64) * KV_BLOCK + key % KV_BLOCK
-        k_at = k_ptr + slot[None, :] * STRIDE + d[:, None]
-        v_at = v_ptr + slot[:, None] * STRIDE + d[None, :]
-        k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK else tl.load(k_at)
+        if MAPS:
+            k = k_ptr.load([start - begin, column]).T
+        else:
+            k_at = k_ptr + slot[None, :] * STRIDE + column + d[:, None]
+            k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK else tl.load(k_at)
         scores = tl.dot(q, k)
         if MASK:
             seen = (key[None, :] <= position[:, None]) & kept[None, :]
@@ -159,8 +162,14 @@ def _take_keys(
         fade = tl.exp2(peak - safe)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
-        v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK else tl.load(v_at)
-        acc = tl.dot(p.to(DTYPE), v, acc)
+        if MAPS:
+            v = v_ptr.load([start - begin, column])
+            if MASK:
+                v = tl.where(kept[:, None], v, 0.0)
+        else:
+            v_at = v_ptr + slot[:, None] * STRIDE + column + d[None, :]
+            v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK else tl.load(v_at)
+        acc = tl.dot(p.to(q.dtype), v, acc)
         peak = new_peak
     return peak, total, acc
 
@@ -175,9 +184,7 @@ def _opened(gate, DTYPE: tl.constexpr):
     return tl.where(gate > 20.0, gate, log1p).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["first", "num_tokens", "begin"], do_not_specialize_on_alignment=["table_ptr"]
-)
+@triton.jit(do_not_specialize=["first", "num_tokens", "begin"], do_not_specialize_on_alignment=["table_ptr"])
 def _chunk_kernel(
     qkv_ptr,
     out_ptr,
@@ -204,6 +211,7 @@ def _chunk_kernel(
     KEYS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     PAGED: tl.constexpr,
+    MAPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     G: tl.constexpr = H // J
@@ -223,8 +231,7 @@ def _chunk_kernel(
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, P), tl.float32)
-    k_ptr += (head // G) * P
-    v_ptr += (head // G) * P
+    column = (head // G) * P
     lowest = 0
     low = 0
     if WINDOW > 0:
@@ -248,12 +255,14 @@ def _chunk_kernel(
             k_ptr,
             v_ptr,
             table_ptr,
+            column,
             J * P,
             P,
             WINDOW,
             KEYS,
             KV_BLOCK,
             PAGED,
+            MAPS,
             True,
             STAGES,
         )
@@ -275,12 +284,14 @@ def _chunk_kernel(
         k_ptr,
         v_ptr,
         table_ptr,
+        column,
         J * P,
         P,
         WINDOW,
         KEYS,
         KV_BLOCK,
         PAGED,
+        MAPS,
         False,
         STAGES,
     )
@@ -299,12 +310,14 @@ def _chunk_kernel(
         k_ptr,
         v_ptr,
         table_ptr,
+        column,
         J * P,
         P,
         WINDOW,
         KEYS,
         KV_BLOCK,
         PAGED,
+        MAPS,
         True,
         STAGES,
     )
@@ -332,6 +345,7 @@ def attend_chunk(
     *,
     eps: float,
     paged: bool = True,
+    maps: bool = False,
     begin: int = 0,
 ) -> None:
     """Attend from a chunk's queries to all keys up to their own, or to those in their window; apply the gate.
@@ -351,13 +365,18 @@ def attend_chunk(
         paged: Whether ``cache`` is pages; otherwise [., J, P] in order of position, from ``begin`` on.
         begin: Position of the first key of an unpaged cache.
     """
-    H, P = shape.num_heads, shape.head_dim
+    H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    kv_block_size, operands = cache[0].shape[1], cache
+    if maps:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in cache)
     _chunk_kernel[(cdiv(num_tokens, tile.queries) * H,)](
         qkv,
         out,
         q_norm,
         *rotary,
-        *cache,
+        *operands,
         table,
         first,
         num_tokens,
@@ -374,8 +393,9 @@ def attend_chunk(
         GATE=shape.has_gate,
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        KV_BLOCK=cache[0].shape[1],
+        KV_BLOCK=kv_block_size,
         PAGED=paged,
+        MAPS=maps,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

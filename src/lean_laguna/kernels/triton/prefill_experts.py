@@ -106,7 +106,7 @@ def _place_kernel(
     tiles_ptr,
     num_tiles_ptr,
     BLOCKS: tl.constexpr,
-    BLOCKS_2: tl.constexpr,
+    PIECE: tl.constexpr,
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
     A: tl.constexpr,
@@ -115,12 +115,16 @@ def _place_kernel(
     MAX_TILES: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    b = tl.arange(0, BLOCKS_2)[:, None]
     e = tl.arange(0, E_BLOCK)
-    counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < BLOCKS) & (e < E)[None, :], other=0)
-    total = tl.sum(counts, 0)
+    total = tl.zeros((E_BLOCK,), tl.int32)
+    before = tl.zeros((E_BLOCK,), tl.int32)
+    for piece in tl.static_range(0, BLOCKS, PIECE):
+        b = piece + tl.arange(0, PIECE)[:, None]
+        counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < BLOCKS) & (e < E)[None, :], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(b < pid, counts, 0), 0)
     end = tl.cumsum(total, 0)
-    before = end - total + tl.sum(tl.where(b < pid, counts, 0), 0)
+    before += end - total
     row = pid * ROWS + tl.arange(0, ROWS)
     rank = tl.load(ranks_ptr + row[:, None] * E + e[None, :], mask=(e < E)[None, :], other=-1).to(tl.int32)
     chosen = rank >= 0
@@ -188,14 +192,14 @@ def sort_by_expert(
         sort.tiles,
         sort.num_tiles,
         BLOCKS=blocks,
-        BLOCKS_2=power_of_two(blocks),
+        PIECE=min(32, power_of_two(blocks)),
         E=E,
         E_BLOCK=power_of_two(E),
         A=top_k,
         ROWS=ROUTE_ROWS,
         TILE=tile.rows,
         MAX_TILES=sort.tiles.shape[1],
-        num_warps=4 if blocks <= 64 else 16,
+        num_warps=4,
     )
 
 
