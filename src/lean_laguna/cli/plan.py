@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         LeanLagunaError: A mistake in the call or its input.
     """
     from lean_laguna.core.config import EngineConfig
+    from lean_laguna.models.catalog import default_drafter
+    from lean_laguna.models.shapes import SHAPES, repository_of
     from lean_laguna.plan.engine_memory import EngineLimits
     from lean_laguna.plan.fitting import Wish, plan
     from lean_laguna.plan.subject import drafter_of
@@ -84,14 +86,17 @@ def run(args: argparse.Namespace) -> int:
     wish = Wish(context, args.streams, limits, 1 if is_fp8 else 2, args.max_num_batched_tokens)
     found = plan(target, drafter, room, wish)
     from lean_laguna.cli.terminal import Terminal
-    from lean_laguna.plan.plan_report import cap_lines, plan_report
+    from lean_laguna.plan.plan_report import cap_line, plan_report
 
     terminal = Terminal(is_json=args.json)
     terminal.report(plan_report(found))
     if args.cap:
-        found["cap"] = cap_lines(found, None)
-        for line in found["cap"]:
-            terminal.report(line)
+        model = args.checkpoint or repository_of(args.shape)
+        with_drafter = (
+            default_drafter(repository_of(args.drafter)) if args.drafter in SHAPES else args.drafter
+        )
+        found["cap"] = cap_line(found, model, with_drafter)
+        terminal.report(found["cap"])
     terminal.json_line(found)
     return 0 if found["lean_laguna"]["fits"] else 1
 

@@ -177,10 +177,16 @@ def kv_groups(config: LagunaConfig, drafter: DFlashConfig | None) -> tuple[KVGro
     )
 
 
-def loaded_bytes(inventory: Inventory, element_bytes: int) -> int:
-    """Return what weights take in memory: quantised ones as stored, others in the engine's number format."""
+def loaded_bytes(inventory: Inventory, limits: EngineLimits) -> int:
+    """Return what weights take in memory.
+
+    Unquantised ones are kept in the engine's number format; quantised ones as stored on a GPU, and decoded to
+    the engine's number format on a CPU.
+    """
     return sum(
-        group.num_weights * element_bytes if group.number_format in _PLAIN else group.stored_bytes
+        group.stored_bytes
+        if limits.is_on_gpu and group.number_format not in _PLAIN
+        else group.num_weights * limits.element_bytes
         for group in inventory.groups
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,8 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
     memory = EngineMemory(target.config, drafter.config if drafter else None, limits)
     budget = memory.kv(wish.context, wish.num_streams)
     workspace = memory.workspace(wish.context, wish.num_streams)
-    weights = loaded_bytes(target.inventory, limits.element_bytes)
-    drafter_bytes = loaded_bytes(drafter.inventory, limits.element_bytes) if drafter else 0
+    weights = loaded_bytes(target.inventory, limits)
+    drafter_bytes = loaded_bytes(drafter.inventory, limits) if drafter else 0
     used = weights + drafter_bytes + sum(workspace.values()) + budget.total_bytes
     for_kv = room.total_bytes - (used - budget.total_bytes)
     return {
@@ -104,6 +105,11 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
         "fits": used <= room.total_bytes,
         "longest_context": memory.longest_context(wish.num_streams, for_kv),
         "most_streams": memory.most_streams(wish.context, for_kv),
+        "flags": [
+            f"--max-model-len {wish.context}",
+            f"--max-num-seqs {wish.num_streams}",
+            f"--kv-cache-memory-bytes {budget.total_bytes}",
+        ],
     }
 
 
@@ -186,7 +192,7 @@ def _streams(number: int) -> str:
     return f"{number} stream" + ("s" if number != 1 else "")
 
 
-def cap_bytes(found: dict[str, Any], engine: str) -> int:
+def cap_bytes(found: Mapping[str, Any], engine: str) -> int:
     """Return the memory limit of a control group that holds a plan: what is planned, and an eighth more.
 
     Where card and system have memories of their own, the limit is for the system's: the program, and pages of

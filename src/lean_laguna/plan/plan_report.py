@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -16,10 +16,6 @@ from lean_laguna.plan.fitting import cap_bytes
 from lean_laguna.plan.units import gib
 
 ENGINES = {"lean_laguna": "lean-laguna", "vllm": "vLLM"}
-_VLLM_LAYERS = {
-    "full": "full layers",
-    "sliding": "sliding layers",
-}
 _ROWS_OF_OURS = ("full", "sliding", "draft_full", "draft_sliding")
 
 
@@ -29,16 +25,18 @@ def plan_report(found: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def cap_lines(found: Mapping[str, Any], command: Sequence[str] | None) -> list[str]:
-    """Return the command that caps the memory of a run, start-up included.
+def cap_line(found: Mapping[str, Any], model: str, drafter: str | None) -> str:
+    """Return the command that serves a model under a cap on its memory, start-up included.
 
     Args:
         found: A plan.
-        command: What to run under the cap, None for a placeholder.
+        model: The model's name on the command line.
+        drafter: The drafter's, None for none.
     """
-    limit = -(-cap_bytes(dict(found), "lean_laguna") // 2**30)
-    run = shlex.join(command) if command else "COMMAND"
-    return [f"systemd-run --user --scope --collect -p MemoryMax={limit}G -p MemorySwapMax=0 {run}"]
+    limit = -(-cap_bytes(found, "lean_laguna") // 2**30)
+    run = f"lean-laguna serve {shlex.quote(model)} --drafter {shlex.quote(drafter or 'none')} "
+    run += " ".join(found["lean_laguna"]["flags"])
+    return f"systemd-run --user --scope --collect -p MemoryMax={limit}G -p MemorySwapMax=0 {run}"
 
 
 def _heading(found: Mapping[str, Any]) -> Text:
@@ -102,25 +100,18 @@ def _verdict(found: Mapping[str, Any]) -> list[Text]:
     lines = []
     if ours["fits"]:
         lines.append(Text.assemble(("fits", "bold green"), f": {gib(ours['left_bytes'])} are left"))
-        lines.append(Text(f"lean-laguna: {_options(found)}"))
+        lines.append(Text("lean-laguna serve: " + " ".join(ours["flags"])))
     else:
         lines.append(Text.assemble(("does not fit", "bold red"), f": {gib(-ours['left_bytes'])} too much"))
         remedies = found["would_fit"]
         lines.append(Text("would fit, each alone:" if remedies else "no change known here would make it fit"))
         lines += [Text(f"  {remedy['what']}") for remedy in remedies]
     if theirs["fits"]:
-        lines.append(Text("vLLM:        " + " ".join(theirs["flags"])))
+        lines.append(Text("vllm serve:        " + " ".join(theirs["flags"])))
     else:
-        lines.append(Text(f"vLLM: does not fit, by {gib(-theirs['left_bytes'])}"))
+        either = "" if ours["fits"] else " either"
+        lines.append(Text(f"vLLM does not fit{either}: {gib(-theirs['left_bytes'])} too much"))
     return lines
-
-
-def _options(found: Mapping[str, Any]) -> str:
-    ours = found["lean_laguna"]
-    return (
-        f"max_model_len={found['context']} max_num_seqs={found['num_streams']} "
-        f"kv_cache_memory_bytes={ours['kv_cache_memory_bytes']}"
-    )
 
 
 def _left(num_bytes: int) -> Text:
