@@ -1,15 +1,11 @@
-"""Plain PyTorch twins and small shapes for the Triton kernels; runs them under Triton's interpreter without a
-GPU.
-
-Each twin computes in float32 and rounds to the model's dtype where Hugging Face's modeling_laguna.py does.
-"""
+"""Small shapes for the Triton kernels; runs them under Triton's interpreter without a GPU."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+
+from support import kernel_twins
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -33,79 +29,10 @@ if not HAS_GPU:
     _let_the_interpreter_count()
 
 
-def rms_norm(x, weight, eps):
-    wide = x.float()
-    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (scaled.float() * weight.float()).to(x.dtype)
-
-
-def linear(x, weight):
-    return (x.float() @ weight.float().T).to(x.dtype)
-
-
-def silu_and_mul(gate_up):
-    gate, up = gate_up.float().chunk(2, -1)
-    return (F.silu(gate).to(gate_up.dtype).float() * up).to(gate_up.dtype)
-
-
-def rotate(x, cos, sin):
-    """x [T, H, P]; cos and sin [T, R / 2]."""
-    half, dtype = cos.shape[-1], x.dtype
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    c, s = cos.float()[:, None], sin.float()[:, None]
-
-    def turned(a, b):
-        return ((a * c).to(dtype).float() + (b * s).to(dtype).float()).to(dtype)
-
-    return torch.cat((turned(first, -second), turned(second, first), rest), -1)
-
-
-def route(scores, bias, top_k):
-    sigmoid = torch.sigmoid(scores.float())
-    ids = torch.sort(sigmoid + bias, dim=-1, descending=True, stable=True)[1][:, :top_k]
-    weights = sigmoid.gather(1, ids)
-    weights = (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
-    return weights.float(), ids
-
-
-def moe(x, gate_up, down, weights, ids):
-    """Sum over experts in ascending id, float32."""
-    out = torch.zeros(x.shape[0], down.shape[1], device=x.device)
-    for row in range(x.shape[0]):
-        for a in ids[row].argsort():
-            e = ids[row, a]
-            act = silu_and_mul(linear(x[row : row + 1], gate_up[e]))
-            out[row] += weights[row, a] * (act.float() @ down[e].float().T)[0]
-    return out
-
-
-def attention(q, keys, values, q_positions, *, window, causal_until=None):
-    """q [T, H, P]; keys and values [S, J, P] of positions 0..S-1; causal unless told what all rows see."""
-    _, H, P = q.shape
-    S, J, _ = keys.shape
-    k = keys.float().repeat_interleave(H // J, 1)
-    v = values.float().repeat_interleave(H // J, 1)
-    scores = torch.einsum("thp,shp->hts", q.float(), k) * P**-0.5
-    at, key = q_positions[:, None], torch.arange(S, device=q.device)[None, :]
-    seen = key <= (at if causal_until is None else causal_until)
-    if window:
-        seen = seen & ((at - key).abs() < window)
-    scores = scores.masked_fill(~seen[None], float("-inf"))
-    return torch.einsum("hts,shp->thp", scores.softmax(-1), v).to(q.dtype)
-
-
 @pytest.fixture(scope="session")
 def plain():
     """The twins."""
-    return SimpleNamespace(
-        rms_norm=rms_norm,
-        linear=linear,
-        silu_and_mul=silu_and_mul,
-        rotate=rotate,
-        route=route,
-        moe=moe,
-        attention=attention,
-    )
+    return kernel_twins
 
 
 @pytest.fixture(scope="session")

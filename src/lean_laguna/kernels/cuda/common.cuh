@@ -1,0 +1,120 @@
+// What every kernel here is made of: streamed weight loads, one matrix instruction, early launch.
+//
+// Tokens are the 16 rows of mma.m16n8k16 and 8 weight rows its columns, so a token's sums never meet another
+// token's. The order of k inside a block of 32 is permuted alike for both operands: lane (g, t) holds eight
+// consecutive elements of row g, and a 16-byte load is a fragment.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifdef EMULATED
+#include "emulator.h"
+#else
+#define DEVICE __device__ __forceinline__
+#define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
+#define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+
+DEVICE uint4 load_weight(const u16 *p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+// What other kernels of the step wrote: through L2 only, since L1 may hold what was there before.
+DEVICE uint4 load_fresh(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+DEVICE u16 load_fresh16(const u16 *p) {
+    u16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+DEVICE int load_fresh32(const int *p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+DEVICE float4 load_fresh_floats(const float *p) {
+    uint4 v = load_fresh(p);
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+// d += a (16 tokens x 16 k) * b (16 k x 8 weight rows), float32 sums.
+DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four 8x8 tiles of two-byte elements, transposed: lane l gives the address of row l of 32.
+DEVICE uint4 load_transposed(const u16 *p) {
+    uint4 v;
+    u32 at = (u32)__cvta_generic_to_shared(p);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+// 16 bytes from memory to shared memory, or zeros where not `wanted`.
+DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    int size = wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(size) : "memory");
+}
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE u16 to_bf16(float x) {
+    u16 v;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
+    return v;
+}
+DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
+DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
+DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
+DEVICE float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+#if __CUDA_ARCH__ >= 900
+// Everything the kernel before wrote is there after this; nothing is written before it.
+DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_inputs() {}
+DEVICE void let_next_start() {}
+#endif
+#endif
+
+DEVICE float low(u32 v) { return from_bf16((u16)(v & 0xffffu)); }
+DEVICE float high(u32 v) { return from_bf16((u16)(v >> 16)); }
+DEVICE float rounded(float x) { return from_bf16(to_bf16(x)); }
+DEVICE u32 pack(float a, float b) { return (u32)to_bf16(a) | ((u32)to_bf16(b) << 16); }
+
+DEVICE float sum_over_warp(float v) {
+    for (int lanes = 16; lanes; lanes >>= 1) v += exchange(v, lanes);
+    return v;
+}
+DEVICE float squares_of(uint4 v) {
+    return low(v.x) * low(v.x) + high(v.x) * high(v.x) + low(v.y) * low(v.y) + high(v.y) * high(v.y) +
+           low(v.z) * low(v.z) + high(v.z) * high(v.z) + low(v.w) * low(v.w) + high(v.w) * high(v.w);
+}
+DEVICE u32 scaled_pair(u32 v, float inverse, u32 by) {
+    return pack(rounded(low(v) * inverse) * low(by), rounded(high(v) * inverse) * high(by));
+}
+// RMSNorm of eight elements, rounded before the weight and after it.
+DEVICE uint4 scaled(uint4 v, float inverse, uint4 by) {
+    return make_uint4(scaled_pair(v.x, inverse, by.x), scaled_pair(v.y, inverse, by.y),
+                      scaled_pair(v.z, inverse, by.z), scaled_pair(v.w, inverse, by.w));
+}
+// Two steps of k over a block of 32: two sums, so that they do not wait for each other.
+DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8, uint4 w) {
+    multiply(even, a.x, a8.x, a.y, a8.y, w.x, w.y);
+    multiply(odd, a.z, a8.z, a.w, a8.w, w.z, w.w);
+}
+// silu(gate) * up, rounded where Hugging Face rounds.
+DEVICE u16 gated(float gate, float up) {
+    gate = rounded(gate);
+    float opened = rounded(gate / (1.0f + expf(-gate)));
+    return to_bf16(opened * rounded(up));
+}

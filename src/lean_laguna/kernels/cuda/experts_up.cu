@@ -1,0 +1,103 @@
+// Routing, then silu(gate) * up of the shared expert and of every expert that a token chose.
+//
+// -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K hidden size; F and FS width of a routed and of the shared expert;
+// WARPS, RING, COLS as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
+// first and need no routing, so they stream while the router still runs.
+#include "routing.cuh"
+
+#define PART (K / WARPS)
+#define LOADS (PART / 32)
+#define UNITS (RING / LOADS)
+#define STRIDE (K + 8)
+
+KERNEL(WARPS * 32, 2)
+experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
+           u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
+    EXTERN_SHARED(u16, tokens);
+    float *sums = (float *)(tokens + COLS * STRIDE);
+    Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const int shared_units = FS / 4, step = gridDim.x;
+    const size_t own = warp * PART + 8 * t;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)) * K + own;
+    const size_t routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F)) * K + own;
+
+    uint4 ring[RING];
+#pragma unroll
+    for (int j = 0; j < RING; j++) {
+        const int unit = blockIdx.x + (j / LOADS) * step;
+        if (unit < shared_units)
+            ring[j] = load_weight(shared_weight + shared_row + (size_t)unit * 4 * K + (j % LOADS) * 32);
+    }
+    wait_for_inputs();
+    // Now, not before: the next kernel routes too, from what this kernel waited for.
+    let_next_start();
+    const int live = load_fresh32(num_rows);
+    const int pieces = min(live, COLS) * (K / 8);
+    for (int i = thread; i < pieces; i += WARPS * 32)
+        copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
+    route(routing, scores, bias, live, softcap);
+    const int count = shared_units + routing.num_slots * (F / 4);
+    // Where a unit's weights start for this lane; units past the end read the first one again.
+    auto start_of = [&](int unit) -> const u16 * {
+        if (unit < shared_units || unit >= count)
+            return shared_weight + shared_row + (unit >= count ? 0 : (size_t)unit * 4 * K);
+        const int routed = unit - shared_units;
+        return weight + (size_t)routing.experts[routed / (F / 4)] * 2 * F * K + (size_t)(routed % (F / 4)) * 4 * K +
+               routed_row;
+    };
+#pragma unroll
+    for (int j = 0; j < RING; j++) {
+        const int unit = blockIdx.x + (j / LOADS) * step;
+        if (unit >= shared_units && unit < count) ring[j] = load_weight(start_of(unit) + (j % LOADS) * 32);
+    }
+    if (blockIdx.x == 0)
+        for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
+    wait_for_copies();
+    __syncthreads();
+
+    const u16 *a_at = tokens + g * STRIDE + own;
+    const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    int buffer = 0;
+    for (int first = blockIdx.x; first < count; first += step * UNITS) {
+        const u16 *next = 0;
+#pragma unroll
+        for (int j = 0; j < RING; j++) {
+            const int at = j % LOADS, unit = first + (j / LOADS) * step;
+            if (at == 0) next = start_of(unit + UNITS * step);
+            const u16 *a = a_at + at * 32;
+            multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
+                           has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero, ring[j]);
+            if (unit + UNITS * step < count) ring[j] = load_weight(next + at * 32);
+            if (at == LOADS - 1 && unit < count) {
+                float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
+                *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+                if (COLS > 8)
+                    *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+                __syncthreads();
+                const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
+                if (token < live && token < COLS) {
+                    const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
+                    if (rank != NOT_CHOSEN) {
+                        const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
+                        float gate = 0.0f, up = 0.0f;
+                        for (int w = 0; w < WARPS; w++) {
+                            gate += from[w * COLS * 8];
+                            up += from[w * COLS * 8 + 4];
+                        }
+                        const u16 y = gated(gate, up);
+                        if (routed < 0)
+                            shared_act[token * FS + unit * 4 + n] = y;
+                        else
+                            act[(token * A + rank) * F + routed % (F / 4) * 4 + n] = y;
+                    }
+                }
+                buffer ^= 1;
+            }
+            if (at == LOADS - 1)
+                for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
+        }
+    }
+}

@@ -1,0 +1,98 @@
+// Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
+//
+// -D: K row length; N output columns; WARPS that share a row; RING loads in flight a lane; COLS tokens (8 or 16);
+// GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
+// A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
+#include "common.cuh"
+
+#define PART (K / WARPS)
+#define LOADS (PART / 32)
+#define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
+#define STRIDE (K + 8)
+#define OUTPUTS (GATED ? 4 : 8)
+
+// Offset of the weight row that lane group g of a unit reads.
+DEVICE size_t row_at(int unit, int g) {
+    if (GATED) return (size_t)(unit * 4 + (g & 3) + (g < 4 ? 0 : N)) * K;
+    return (size_t)(unit * 8 + g) * K;
+}
+
+KERNEL(WARPS * 32, PROGRAMS)
+project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows, float eps,
+        int x_stride, int out_stride) {
+    EXTERN_SHARED(u16, tokens);
+    float *sums = (float *)(tokens + COLS * STRIDE);
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const int count = N / OUTPUTS, step = gridDim.x;
+    const u16 *own = weight + warp * PART + 8 * t;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+
+    uint4 ring[RING];
+#pragma unroll
+    for (int j = 0; j < RING; j++) {
+        int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
+        ring[j] = unit < count ? load_weight(own + row_at(unit, g) + (j % LOADS) * 32) : zero;
+    }
+    let_next_start();
+    wait_for_inputs();
+    const int live = load_fresh32(num_rows);
+    for (int row = warp; row < live; row += WARPS)
+        for (int k = lane * 8; k < K; k += 256)
+            copy_async(tokens + row * STRIDE + k, x + (size_t)row * x_stride + k, true);
+    wait_for_copies();
+    // A lane reads back what it copied itself.
+    for (int row = warp; row < live; row += WARPS) {
+        u16 *own_row = tokens + row * STRIDE;
+        float squares = 0.0f;
+        for (int k = lane * 8; k < K; k += 256) squares += squares_of(*(const uint4 *)(own_row + k));
+        const float inverse = rsqrtf(sum_over_warp(squares) / K + eps);
+        for (int k = lane * 8; k < K; k += 256) {
+            const uint4 y = scaled(*(const uint4 *)(own_row + k), inverse, *(const uint4 *)(norm + k));
+            *(uint4 *)(own_row + k) = y;
+            if (NORMED && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+        }
+    }
+    __syncthreads();
+
+    const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
+    const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    int buffer = 0;
+    // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
+    const int turns = LOADS <= RING ? 1 : LOADS / RING;
+    for (int first = blockIdx.x; first < count; first += step * UNITS) {
+        for (int turn = 0; turn < turns; turn++) {
+#pragma unroll
+            for (int j = 0; j < RING; j++) {
+                const int at = LOADS <= RING ? j % LOADS : turn * RING + j;
+                const u16 *a = a_at + at * 32;
+                multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
+                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero, ring[j]);
+                int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
+                int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
+                ring[j] = unit < count ? load_weight(own + row_at(unit, g) + k * 32) : zero;
+                const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
+                const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
+                if (ends && done < count) {
+                    float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
+                    *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+                    if (COLS > 8)
+                        *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+                    for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
+                    __syncthreads();
+                    const int token = thread / OUTPUTS, n = thread % OUTPUTS;
+                    if (token < live && token < COLS) {
+                        const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
+                        float y = 0.0f, up = 0.0f;
+                        for (int w = 0; w < WARPS; w++) {
+                            y += from[w * COLS * 8];
+                            if (GATED) up += from[w * COLS * 8 + 4];
+                        }
+                        out[(size_t)token * out_stride + done * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
+                    }
+                    buffer ^= 1;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+// Project and add to the residual: hidden += x @ weight^T, rounded before the sum; weights streamed once.
+//
+// -D: K, N, COLS as in project.cu; WARPS that share a row; RING blocks of 32 k in flight; AHEAD blocks of x.
+// One program owns 16 weight rows: the grid is N / 16. x comes straight from L2, each warp its own part of K.
+#include "common.cuh"
+
+#define PART (K / WARPS)
+#define BLOCKS (PART / 32)
+
+KERNEL(WARPS * 32, 1)
+project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *num_rows, int x_stride,
+            int hidden_stride, int tap_stride) {
+    EXTERN_SHARED(float, sums);
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const u16 *first = weight + (size_t)(blockIdx.x * 16 + g) * K + warp * PART + 8 * t;
+    const u16 *second = first + (size_t)8 * K;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 ring[RING][2], a[AHEAD], a8[AHEAD];
+#pragma unroll
+    for (int j = 0; j < RING; j++) {
+        ring[j][0] = load_weight(first + j * 32);
+        ring[j][1] = load_weight(second + j * 32);
+    }
+    let_next_start();
+    wait_for_inputs();
+    const int live = load_fresh32(num_rows);
+    const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) {
+        a[j] = has_low ? load_fresh(x_at + j * 32) : zero;
+        a8[j] = has_high ? load_fresh(x_at + (size_t)8 * x_stride + j * 32) : zero;
+    }
+    const int token = thread / 16, n = blockIdx.x * 16 + thread % 16;
+    const bool writes = token < live && token < COLS;
+    u16 *out = hidden + (size_t)token * hidden_stride + n;
+    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+    float even[2][4] = {}, odd[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < BLOCKS; k++) {
+        const int j = k % RING, i = k % AHEAD;
+        multiply_block(even[0], odd[0], a[i], a8[i], ring[j][0]);
+        multiply_block(even[1], odd[1], a[i], a8[i], ring[j][1]);
+        if (k + RING < BLOCKS) {
+            ring[j][0] = load_weight(first + (k + RING) * 32);
+            ring[j][1] = load_weight(second + (k + RING) * 32);
+        }
+        if (k + AHEAD < BLOCKS) {
+            a[i] = has_low ? load_fresh(x_at + (k + AHEAD) * 32) : zero;
+            a8[i] = has_high ? load_fresh(x_at + (size_t)8 * x_stride + (k + AHEAD) * 32) : zero;
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float *mine = sums + (warp * COLS + g) * 16 + half * 8 + 2 * t;
+        *(float2 *)mine = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
+        if (COLS > 8)
+            *(float2 *)(mine + 8 * 16) = make_float2(even[half][2] + odd[half][2], even[half][3] + odd[half][3]);
+    }
+    __syncthreads();
+    if (writes) {
+        float y = 0.0f;
+        for (int w = 0; w < WARPS; w++) y += sums[(w * COLS + token) * 16 + thread % 16];
+        const u16 result = to_bf16(old + rounded(y));
+        *out = result;
+        if (tap) tap[(size_t)token * tap_stride + n] = result;
+    }
+}

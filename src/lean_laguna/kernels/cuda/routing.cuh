@@ -1,0 +1,99 @@
+// Top-k routing from router logits, by every program that needs it: less than a round trip through memory.
+//
+// -D: E experts (at most 256, a multiple of 32); A experts a token; COLS tokens; SOFTCAP, NORM_TOPK.
+// Sigmoid, bias for the choice only, weights divided by their sum and rounded; ties go to the lower id.
+#pragma once
+#include "common.cuh"
+
+#define SLOTS (COLS * A < E ? COLS * A : E)
+#define NOT_CHOSEN 255
+
+struct Routing {
+    u32 live[8];                 // one bit an expert
+    u8 before[8];                // live experts below each word of `live`
+    int num_slots;
+    u8 experts[SLOTS];           // of each slot, ascending
+    u8 rank[SLOTS][COLS];        // the expert's place among the token's own, ascending by id; NOT_CHOSEN
+    u8 chosen[COLS][A];          // best first
+    float weights[COLS][A];      // best first
+    float slot_weights[SLOTS][COLS];
+};
+
+DEVICE int ordered(float x) {
+    int bits = __float_as_int(x);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+// Fill `r` for `live` tokens; called by all threads, ends with a barrier.
+DEVICE void route(Routing &r, const u16 *scores, const float *bias, int live, float softcap) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, warps = blockDim.x >> 5;
+    const int lowest = (int)0x80000000;
+    for (int i = thread; i < SLOTS * COLS; i += blockDim.x) {
+        (&r.rank[0][0])[i] = NOT_CHOSEN;
+        (&r.slot_weights[0][0])[i] = 0.0f;
+    }
+    if (thread < 8) r.live[thread] = 0;
+    for (int token = warp; token < live && token < COLS; token += warps) {
+        float sigmoid[E / 32];
+        int keys[E / 32];
+#pragma unroll
+        for (int i = 0; i < E / 32; i++) sigmoid[i] = from_bf16(load_fresh16(scores + token * E + i * 32 + lane));
+#pragma unroll
+        for (int i = 0; i < E / 32; i++) {
+            float logit = sigmoid[i];
+            if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (expf(2.0f * logit / softcap) + 1.0f));
+            sigmoid[i] = 1.0f / (1.0f + expf(-logit));
+            keys[i] = ordered(sigmoid[i] + bias[i * 32 + lane]);
+        }
+        float own[A], total = 0.0f;
+#pragma unroll
+        for (int a = 0; a < A; a++) {
+            int best = keys[0];
+#pragma unroll
+            for (int i = 1; i < E / 32; i++) best = max(best, keys[i]);
+            best = max_over_warp(best);
+            int id = E;
+#pragma unroll
+            for (int i = E / 32 - 1; i >= 0; i--)
+                if (keys[i] == best) id = i * 32 + lane;
+            id = min_over_warp(id);
+            float value = 0.0f;
+#pragma unroll
+            for (int i = 0; i < E / 32; i++)
+                if (i * 32 + lane == id) {
+                    value = sigmoid[i];
+                    keys[i] = lowest;
+                }
+            own[a] = from_lane(value, id & 31);
+            total += own[a];
+            if (lane == 0) r.chosen[token][a] = (u8)id;
+        }
+        if (lane == 0)
+#pragma unroll
+            for (int a = 0; a < A; a++) r.weights[token][a] = rounded(NORM_TOPK ? own[a] / total : own[a]);
+    }
+    __syncthreads();
+    const int pairs = min(live, COLS) * A;
+    for (int i = thread; i < pairs; i += blockDim.x) {
+        int id = (&r.chosen[0][0])[i];
+        atomicOr(&r.live[id >> 5], 1u << (id & 31));
+    }
+    __syncthreads();
+    if (thread < 8) {
+        int below = 0;
+        for (int i = 0; i < thread; i++) below += __popc(r.live[i]);
+        r.before[thread] = (u8)below;
+        if (thread == 7) r.num_slots = below + __popc(r.live[7]);
+    }
+    __syncthreads();
+    for (int i = thread; i < pairs; i += blockDim.x) {
+        const int token = i / A, id = r.chosen[token][i % A];
+        const int slot = r.before[id >> 5] + __popc(r.live[id >> 5] & ((1u << (id & 31)) - 1u));
+        int rank = 0;
+        for (int a = 0; a < A; a++) rank += r.chosen[token][a] < id;
+        r.experts[slot] = (u8)id;
+        r.rank[slot][token] = (u8)rank;
+        r.slot_weights[slot][token] = r.weights[token][i % A];
+    }
+    __syncthreads();
+}

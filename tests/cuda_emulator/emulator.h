@@ -1,0 +1,169 @@
+// Runs a CUDA kernel of this project on a CPU, one block after another: a fiber a thread, barriers and warp
+// operations as meeting points. For checking logic, not timing; only what the kernels use is here.
+#pragma once
+#include "standard.h"
+
+using std::max;
+using std::min;
+
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool is_done;
+};
+struct Meeting { int waiting = 0, round = 0; };
+struct Dim { int x; };
+static std::vector<Fiber> fibers;
+static std::vector<Meeting> warps;
+static Meeting block;
+static ucontext_t scheduler;
+static int current, num_threads, block_index, num_blocks;
+static std::vector<u8> shared;
+static std::function<void()> body;
+struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
+static std::vector<Lane> lanes;
+
+static inline void pause() { swapcontext(&fibers[current].context, &scheduler); }
+static inline void meet(Meeting &m, int size) {
+    const int round = m.round;
+    if (++m.waiting == size) {
+        m.waiting = 0;
+        m.round++;
+    } else
+        while (m.round == round) pause();
+}
+static inline void meet_warp() { meet(warps[current / 32], 32); }
+static void enter() {
+    body();
+    fibers[current].is_done = true;
+    pause();
+}
+static void run(int grid, int threads, int shared_size, std::function<void()> kernel) {
+    body = kernel, num_threads = threads, num_blocks = grid;
+    fibers.resize(threads), lanes.resize(threads), warps.assign(threads / 32, {});
+    for (block_index = 0; block_index < grid; block_index++) {
+        // Poisoned, so that reading what nobody wrote shows: bf16 NaNs.
+        shared.assign(shared_size + 64, 0xff);
+        block = {};
+        for (auto &m : warps) m = {};
+        for (auto &f : fibers) {
+            f.stack.resize(1 << 16), f.is_done = false;
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+            f.context.uc_link = nullptr;
+            makecontext(&f.context, enter, 0);
+        }
+        for (bool busy = true; busy;) {
+            busy = false;
+            for (current = 0; current < threads; current++)
+                if (!fibers[current].is_done) {
+                    busy = true;
+                    swapcontext(&scheduler, &fibers[current].context);
+                }
+        }
+    }
+}
+template <class... Types, size_t... I>
+static void call(void (*kernel)(Types...), void **args, std::index_sequence<I...>) { kernel(*(Types *)args[I]...); }
+template <class... Types> static void call(void (*kernel)(Types...), void **args) {
+    call(kernel, args, std::index_sequence_for<Types...>{});
+}
+template <class T> static T gathered(T Lane::*field, T own, int from) {
+    lanes[current].*field = own;
+    meet_warp();
+    T v = lanes[current / 32 * 32 + from].*field;
+    meet_warp();
+    return v;
+}
+}  // namespace emulator
+
+#define DEVICE static inline
+#define KERNEL(THREADS, BLOCKS) extern "C" void
+#define EXTERN_SHARED(T, NAME) T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16)
+#define EMULATE(NAME)                                                                           \
+    extern "C" void emulate(int grid, int threads, int shared_size, void **args) {              \
+        emulator::run(grid, threads, shared_size, [&] { emulator::call(NAME, args); });         \
+    }
+#define threadIdx (emulator::Dim{emulator::current})
+#define blockIdx (emulator::Dim{emulator::block_index})
+#define blockDim (emulator::Dim{emulator::num_threads})
+#define gridDim (emulator::Dim{emulator::num_blocks})
+
+static inline void __syncthreads() { emulator::meet(emulator::block, emulator::num_threads); }
+static inline void __threadfence() {}
+static inline int atomicAdd(int *p, int v) { int old = *p; *p += v; return old; }
+static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
+static inline int __popc(u32 v) { return __builtin_popcount(v); }
+static inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }
+static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+DEVICE uint4 load_weight(const u16 *p) { return *(const uint4 *)p; }
+DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
+DEVICE u16 load_fresh16(const u16 *p) { return *p; }
+DEVICE int load_fresh32(const int *p) { return *p; }
+DEVICE float4 load_fresh_floats(const float *p) { return *(const float4 *)p; }
+DEVICE float from_bf16(u16 v) { return __int_as_float((int)((u32)v << 16)); }
+DEVICE u16 to_bf16(float x) {
+    u32 bits = (u32)__float_as_int(x);
+    if (x != x) return 0x7fff;
+    return (u16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    using namespace emulator;
+    Lane &own = lanes[current];
+    own.a[0] = a0, own.a[1] = a1, own.a[2] = a2, own.a[3] = a3, own.b[0] = b0, own.b[1] = b1;
+    meet_warp();
+    const int base = current / 32 * 32, lane = current % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        const int row = g + (i < 2 ? 0 : 8), col = 2 * t + (i & 1);
+        float sum = 0.0f;
+        for (int k = 0; k < 16; k++) {
+            const u32 a = lanes[base + (row % 8) * 4 + k % 8 / 2].a[(row >= 8) + (k >= 8) * 2];
+            const u32 b = lanes[base + col * 4 + k % 8 / 2].b[k >= 8];
+            sum += from_bf16((u16)(k & 1 ? a >> 16 : a)) * from_bf16((u16)(k & 1 ? b >> 16 : b));
+        }
+        d[i] += sum;
+    }
+    meet_warp();
+}
+DEVICE uint4 load_transposed(const u16 *p) {
+    using namespace emulator;
+    lanes[current].p = p;
+    meet_warp();
+    const int base = current / 32 * 32, lane = current % 32, g = lane / 4, t = lane % 4;
+    u32 v[4];
+    for (int m = 0; m < 4; m++)
+        v[m] = (u32)lanes[base + 8 * m + 2 * t].p[g] | ((u32)lanes[base + 8 * m + 2 * t + 1].p[g] << 16);
+    meet_warp();
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
+    if (wanted) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+}
+DEVICE void wait_for_copies() {}
+DEVICE float exchange(float v, int by) { return emulator::gathered(&emulator::Lane::f, v, emulator::current % 32 ^ by); }
+DEVICE float from_lane(float v, int lane) { return emulator::gathered(&emulator::Lane::f, v, lane); }
+DEVICE int max_over_warp(int v) {
+    int best = v;
+    for (int i = 0; i < 32; i++) best = max(best, emulator::gathered(&emulator::Lane::i, v, i));
+    return best;
+}
+DEVICE int min_over_warp(int v) {
+    int best = v;
+    for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
+    return best;
+}
+DEVICE void wait_for_inputs() {}
+DEVICE void let_next_start() {}

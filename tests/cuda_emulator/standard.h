@@ -1,0 +1,14 @@
+// Before a kernel's constants are defined, whose short names the standard library uses too.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+#include <vector>
+

@@ -1,0 +1,143 @@
+"""CUDA C++ products equal their plain twins, and a row's bits do not depend on the rows beside it."""
+
+import pytest
+import torch
+from support import kernel_twins as plain
+
+from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.triton.experts import Routing
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.weights import SparseWeights
+
+EPS = 1e-6
+# bfloat16 keeps 8 bits; a sum in another order or one rounding moves the last.
+CLOSE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def rows_of(draw, poisoned, n, width, scale=1.0):
+    x = poisoned(MAX_ROWS, width)
+    x[:n] = draw(n, width, scale=scale)
+    return x
+
+
+@pytest.mark.parametrize(("k", "n", "gated"), [(256, 40, False), (512, 24, False), (2048, 16, True), (768, 24, True)])
+@pytest.mark.parametrize(("live", "cols"), [(1, 8), (7, 8), (13, 16)])
+def test_project_normalises_then_multiplies(draw, poisoned, count, k, n, gated, live, cols):
+    x, norm = rows_of(draw, poisoned, live, k), draw(k, scale=0.2) + 1
+    weight = draw(n * (1 + gated), k, scale=k**-0.5)
+    out, normed = poisoned(MAX_ROWS, n), poisoned(MAX_ROWS, k)
+    products.project(
+        x, norm, weight, out, count(live), EPS, Launch(cols), gated=gated, normed=normed if not gated else None
+    )
+    expected = plain.linear(plain.rms_norm(x, norm, EPS), weight)
+    expected = plain.silu_and_mul(expected) if gated else expected
+    torch.testing.assert_close(out[:live], expected[:live], **CLOSE)
+    assert out[live:].isnan().all()
+    if not gated:
+        torch.testing.assert_close(normed[:live], plain.rms_norm(x, norm, EPS)[:live], **CLOSE)
+
+
+def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
+    monkeypatch.setattr(products, "MAX_RING", 2)
+    x, norm, weight = rows_of(draw, poisoned, 3, 1024), draw(1024) + 1, draw(24, 1024, scale=1024**-0.5)
+    out = poisoned(MAX_ROWS, 24)
+    products.project(x, norm, weight, out, count(3), EPS, Launch(8))
+    torch.testing.assert_close(out[:3], plain.linear(plain.rms_norm(x, norm, EPS), weight)[:3], **CLOSE)
+
+
+@pytest.mark.parametrize(("live", "cols"), [(1, 8), (8, 8), (16, 16)])
+def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols):
+    k, n = 1536, 48
+    x, weight = rows_of(draw, poisoned, live, k), draw(n, k, scale=k**-0.5)
+    hidden = rows_of(draw, poisoned, live, n)
+    expected = hidden + plain.linear(x, weight)
+    taps = poisoned(MAX_ROWS, 2, n)
+    products.project_add(x, weight, hidden, count(live), Launch(cols), tap=taps[:, 1])
+    torch.testing.assert_close(hidden[:live], expected[:live], **CLOSE)
+    assert torch.equal(taps[:live, 1], hidden[:live])
+    assert taps[:, 0].isnan().all()
+    assert hidden[live:].isnan().all()
+
+
+class Mixture:
+    """A MoE block of 32 experts and its buffers."""
+
+    def __init__(self, draw, device, softcap=0.0, norm_topk=True):
+        d, f, self.top_k = 256, 256, 3
+        self.experts = 32
+        self.mlp = SparseWeights(
+            norm=draw(d, scale=0.2) + 1,
+            router_gate_up=draw(self.experts + 2 * f, d, scale=d**-0.5),
+            bias=draw(self.experts, scale=0.3, of=torch.float32),
+            gate_up=draw(self.experts, 2 * f, d, scale=d**-0.5),
+            down=draw(self.experts, d, f, scale=f**-0.5),
+            shared_down=draw(d, f, scale=f**-0.5),
+            top_k=self.top_k,
+            scaling=2.5,
+            softcap=softcap,
+            norm_topk=norm_topk,
+        )
+        self.device, self.width = device, f
+
+    def run(self, hidden, live, cols, poisoned, tap=None):
+        slots = min(self.experts, MAX_ROWS * self.top_k)
+        routing = Routing(
+            act=poisoned(slots, MAX_ROWS, self.width),
+            slot_weights=poisoned(slots, MAX_ROWS, of=torch.float32),
+            slot_experts=torch.zeros(slots, dtype=torch.int32, device=self.device),
+            num_slots=torch.zeros(1, dtype=torch.int32, device=self.device),
+            expert_ids=torch.full((MAX_ROWS, self.top_k), -1, dtype=torch.int32, device=self.device),
+        )
+        scores, normed = poisoned(MAX_ROWS, self.experts), poisoned(MAX_ROWS, hidden.shape[1])
+        shared_act = poisoned(MAX_ROWS, self.width)
+        n = torch.tensor([live], dtype=torch.int32, device=self.device)
+        products.run_experts(self.mlp, hidden, scores, normed, shared_act, routing, n, EPS, Launch(cols), tap)
+        return routing.expert_ids
+
+    def expected(self, hidden):
+        m, e = self.mlp, self.experts
+        x = plain.rms_norm(hidden, m.norm, EPS)
+        scores = plain.linear(x, m.router_gate_up[:e])
+        if m.softcap:
+            scores = torch.tanh(scores.float() / m.softcap) * m.softcap
+        sigmoid = torch.sigmoid(scores.float())
+        ids = torch.sort(sigmoid + m.bias, dim=-1, descending=True, stable=True)[1][:, : self.top_k]
+        weights = sigmoid.gather(1, ids)
+        weights = (weights / weights.sum(-1, keepdim=True) if m.norm_topk else weights).to(hidden.dtype).float()
+        routed = plain.moe(x, m.gate_up, m.down, weights, ids).to(hidden.dtype) * m.scaling
+        shared = plain.linear(plain.silu_and_mul(plain.linear(x, m.router_gate_up[e:])), m.shared_down)
+        return hidden + (routed + shared), ids
+
+
+@pytest.mark.parametrize(("live", "cols", "softcap", "norm_topk"), [(1, 8, 0, True), (6, 8, 3, True), (12, 16, 0, False)])
+def test_experts_equal_their_twin(draw, poisoned, device, live, cols, softcap, norm_topk):
+    block = Mixture(draw, device, softcap, norm_topk)
+    hidden = rows_of(draw, poisoned, live, 256)
+    expected, ids = block.expected(hidden[:live])
+    taps = poisoned(MAX_ROWS, 2, 256)
+    chosen = block.run(hidden, live, cols, poisoned, taps[:, 0])
+    assert torch.equal(chosen[:live].long(), ids)
+    torch.testing.assert_close(hidden[:live], expected, atol=6e-2, rtol=3e-2)
+    assert torch.equal(taps[:live, 0], hidden[:live])
+    assert hidden[live:].isnan().all()
+
+
+def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
+    block = Mixture(draw, device)
+    x = draw(9, 256)
+    together = rows_of(draw, poisoned, 9, 256)
+    together[:9] = x
+    block.run(together, 9, 16, poisoned)
+    for row, slot, live, cols in ((0, 0, 1, 8), (4, 2, 3, 8), (8, 11, 12, 16)):
+        other = rows_of(draw, poisoned, live, 256, scale=30.0)
+        other[slot] = x[row]
+        block.run(other, live, cols, poisoned)
+        assert torch.equal(other[slot].view(torch.int16), together[row].view(torch.int16))
+
+
+def test_equal_scores_go_to_the_lower_expert(draw, poisoned, device):
+    block = Mixture(draw, device)
+    block.mlp.router_gate_up[: block.experts] = 0
+    block.mlp.bias.zero_()
+    hidden = rows_of(draw, poisoned, 2, 256)
+    assert block.run(hidden, 2, 8, poisoned)[:2].tolist() == [[0, 1, 2]] * 2
