@@ -14,7 +14,7 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -328,7 +328,7 @@ class Bench:
                 keys = keys.clamp(max=shape.window) if shape.window else keys
                 flops = 4.0 * keys.sum().item() * shape.num_heads * shape.head_dim
                 for tile in tiles:
-                    for source in ("pages",) if self.tiny else ("pages", "ordered", "maps"):
+                    for source in ("pages",) if self.tiny else ("pages", "maps"):
                         cases.append(
                             {"kind": "sliding" if shape.window else "full", "first": first, "n": n}
                             | {"source": source, "tile": dataclasses.astuple(tile), "flops": flops}
@@ -378,24 +378,26 @@ class Bench:
             out[backend.name] = round(4.0 * H * P * n * keys / ms / 1e9, 1)
         return out
 
+    def expert_tiles(self) -> Iterator[tuple[int, ExpertTile]]:
+        short, long = self.chunks
+        for rows, cols, warps, stages in (
+            (64, (64, 128), 4, (4, 4)),
+            (64, (128, 128), 4, (3, 3)),
+            (64, (128, 256), 8, (3, 3)),
+            (128, (64, 128), 8, (4, 4)),
+            (128, (128, 256), 8, (3, 3)),
+            (128, (64, 128), 4, (4, 4)),
+        ):
+            for maps in (False, True):
+                tile = ExpertTile(rows, *cols, 64, warps, warps, *stages, maps)
+                yield short, tile
+                if rows == 128 or cols == (128, 256):
+                    yield long, tile
+
     def experts(self) -> list[dict[str, Any]]:
         """Time the experts' products tile by tile over several layers' weights."""
-        short, long = self.chunks
-        tiles = (
-            [(short, self.tiles.few)]
-            if self.tiny
-            else [
-                (rows, ExpertTile(r, up, down, 64, wu, wd, su, sd, maps))
-                for rows, shapes in (
-                    (short, [(64, 64, 128, 4, 4, 4, 4), (64, 128, 128, 4, 4, 3, 3), (64, 128, 256, 8, 8, 3, 3),
-                             (128, 64, 128, 8, 8, 4, 4), (128, 128, 128, 8, 8, 3, 3), (128, 64, 128, 4, 4, 4, 4)]),
-                    (long, [(128, 64, 128, 8, 8, 4, 4), (128, 128, 128, 8, 8, 3, 4), (128, 128, 256, 8, 8, 3, 3),
-                            (64, 128, 256, 4, 4, 3, 3), (128, 64, 128, 4, 4, 4, 4)]),
-                )
-                for r, up, down, wu, wd, su, sd in shapes
-                for maps in (False, True)
-            ]
-        )  # fmt: skip
+        short = self.chunks[0]
+        tiles = [(short, self.tiles.few)] if self.tiny else list(self.expert_tiles())
         layers = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)][:6]
         A, s = self.shape.top_k, self.scratch
         E, D, width = self.shape.experts, self.shape.hidden, self.shape.expert
@@ -469,16 +471,14 @@ def main() -> None:
         "--tiny", action="store_true", help="a toy shape on the CPU, to try the script itself"
     )
     parser.add_argument(
-        "--phases", default="check,repeat,totals,host,attention,experts,classes,library_attention"
+        "--phases", default="check,repeat,totals,host,experts,attention,classes,library_attention"
     )
     args = parser.parse_args()
     bench = Bench(args)
     bench.phase("build", bench.build)
     if not args.tiny:
-        bench.phase(
-            "compile",
-            lambda: bench.compile([lambda: bench.whole(bench.step(c), c, c) for c in (*bench.chunks, 256)]),
-        )
+        runs = [partial(bench.whole, bench.step(c), c, c) for c in (*bench.chunks, 256)]
+        bench.phase("compile", lambda: bench.compile(runs))
     for name in args.phases.split(","):
         bench.phase(name, getattr(bench, name))
     bench.report(args.out)
