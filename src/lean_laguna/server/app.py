@@ -19,12 +19,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lean_laguna.engine.llm import LLM
-from lean_laguna.server import texts
+from lean_laguna.server import admin, texts
 from lean_laguna.server.chat import chat_completions
 from lean_laguna.server.completions import completions
 from lean_laguna.server.engine_thread import EngineThread
 from lean_laguna.server.errors import ApiError, as_api_error
+from lean_laguna.server.generate import generate
+from lean_laguna.server.messages_api import count_tokens, error_body, messages
 from lean_laguna.server.metrics import Metrics
+from lean_laguna.server.responses_api import responses
 from lean_laguna.server.sending import ClientGoneError, error_response
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
@@ -37,6 +40,10 @@ OPEN_PATHS = ("/", "/health", "/ping", "/version", "/metrics", "/openapi.json")
 ROUTES: Mapping[tuple[str, str], Endpoint] = {
     ("POST", "/v1/completions"): completions,
     ("POST", "/v1/chat/completions"): chat_completions,
+    ("POST", "/v1/responses"): responses,
+    ("POST", "/v1/messages"): messages,
+    ("POST", "/v1/messages/count_tokens"): count_tokens,
+    ("POST", "/inference/v1/generate"): generate,
     ("GET", "/v1/models"): texts.models,
     ("GET", "/v1/models/{name:path}"): texts.models,
     ("POST", "/tokenize"): texts.tokenize,
@@ -49,6 +56,13 @@ ROUTES: Mapping[tuple[str, str], Endpoint] = {
     ("GET", "/ping"): texts.ping,
     ("GET", "/version"): texts.version,
     ("GET", "/metrics"): texts.metrics,
+    ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
+}
+ADMIN_ROUTES: Mapping[tuple[str, str], Endpoint] = {
+    ("POST", "/pause"): admin.pause,
+    ("POST", "/resume"): admin.resume,
+    ("GET", "/is_paused"): admin.is_paused,
+    ("POST", "/update_weights"): admin.update_weights,
 }
 
 
@@ -83,7 +97,7 @@ class App:
         )
 
     def _routes(self) -> list[tuple[tuple[str, str], Endpoint]]:
-        return list(ROUTES.items())
+        return [*ROUTES.items(), *(ADMIN_ROUTES.items() if self.config.enable_admin else ())]
 
     def _middleware(self) -> list[Middleware]:
         config, layers = self.config, []
@@ -112,7 +126,7 @@ class App:
                 told = as_api_error(error)
                 if told.status == 500:
                     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-                return error_response(told)
+                return _error(request.url.path, told)
 
         return endpoint
 
@@ -146,7 +160,7 @@ class _KeyCheck:
         error = ApiError(
             401, "a valid API key is needed: 'Authorization: Bearer KEY'", code="invalid_api_key"
         )
-        await error_response(error)(scope, receive, send)
+        await _error(scope["path"], error)(scope, receive, send)
 
     def _is_let_in(self, scope: Scope) -> bool:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -155,8 +169,13 @@ class _KeyCheck:
         return any(hmac.compare_digest(given, key) for key in self.keys)
 
 
+def _error(path: str, error: ApiError) -> Response:
+    """Return an error in the shape of the API that a path belongs to."""
+    return error_response(error, error_body(error) if path.startswith("/v1/messages") else error.body())
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
+    return _error(request.url.path, as_api_error(error))
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
@@ -165,6 +184,6 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         405: f"{request.method} is not served at this path",
     }
     message = known.get(error.status_code, str(error.detail))
-    response = error_response(ApiError(error.status_code, message))
+    response = _error(request.url.path, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -26,7 +26,7 @@ IGNORED_HEADER = "x-lean-laguna-ignored"
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "priority"),
     *("prediction", "prompt_cache_key", "prompt_cache_retention", "cache_prompt", "id_slot"),
-    "timings_per_token",
+    *("timings_per_token", "include", "client_metadata", "cache_control", "inference_geo"),
 )
 # What asks for nothing, of options that do not exist here.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -62,6 +62,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
     "features": (),
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
 }

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lean_laguna.server.chat_job import ChatJob, prepare_chat
+from lean_laguna.server.choice_reader import ChoiceReader
 from lean_laguna.server.logprobs import chat_logprobs, prompt_logprobs
 from lean_laguna.server.reply_events import (
     ContentDelta,
@@ -40,45 +41,6 @@ async def chat_completions(service: Service, request: Request) -> Response:
     if body.stream:
         return EventStream(reply.events(), leave, headers=headers)
     return JSON(await until_gone(request, reply.whole(), leave), headers=headers)
-
-
-class ChoiceReader:
-    """Reads one completion: its events, its finish reason, its thinking's tokens.
-
-    Attributes:
-        num_tokens: Tokens so far.
-        num_reasoning_tokens: Of those, tokens of thinking.
-    """
-
-    def __init__(self, service: Service, job: ChatJob, body: ChatRequest):
-        self._parser = job.parser(service.config.reasoning_parser)
-        self._counter = job.counter(service.tokenizer)
-        self._keeps_first_call_only = body.parallel_tool_calls is False
-        self._hides_reasoning = body.include_reasoning is False
-        self.num_tokens = 0
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of thinking so far."""
-        return self._counter.num_tokens
-
-    def read(self, delta: Delta) -> tuple[list[Event], str | None]:
-        """Take what is new; return its events and, at the end, the finish reason for the client."""
-        self._counter.push(delta.token_ids)
-        self.num_tokens = delta.num_tokens
-        if self._parser is None:
-            return ([ContentDelta(delta.text)] if delta.text else []), delta.finish_reason
-        events = self._parser.push(delta.text)
-        reason: Any = delta.finish_reason
-        if reason is not None:
-            events += self._parser.finish(reason)
-            reason = self._parser.finish_reason(reason)
-        return [event for event in events if self._is_shown(event)], reason
-
-    def _is_shown(self, event: Event) -> bool:
-        if isinstance(event, ReasoningDelta):
-            return not self._hides_reasoning
-        return isinstance(event, ContentDelta) or not (self._keeps_first_call_only and event.index > 0)
 
 
 class _ChatReply:

@@ -51,14 +51,23 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
         ApiError: 400, naming the field.
         RequestError: The same.
     """
-    tools = offered_tools(body)
-    conversation = Conversation(read_messages(body.messages), tools, template_kwargs(service, body))
-    rendered = conversation.render(
-        service.chat_template, add_generation_prompt=body.add_generation_prompt is not False
-    )
+    rendered, tools = render_chat(service, body)
     ids = await service.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
     params = _params(service, body, len(ids))
     return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
+
+
+def render_chat(service: Service, body: ChatRequest) -> tuple[str, list[dict[str, Any]]]:
+    """Return the prompt of a chat request, and the tools on offer.
+
+    Raises:
+        ApiError: 400, naming the field.
+        RequestError: The template refuses the conversation.
+    """
+    tools = offered_tools(body)
+    conversation = Conversation(read_messages(body.messages), tools, template_kwargs(service, body))
+    opens_turn = body.add_generation_prompt is not False
+    return conversation.render(service.chat_template, add_generation_prompt=opens_turn), tools
 
 
 def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from lean_laguna.models.chat_template import THINK_END, THINK_START, ChatTemplate
+from lean_laguna.models.chat_template import ChatTemplate
 from lean_laguna.server.errors import bad_request
+from lean_laguna.server.history import REASONING_NAMES, past_messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -63,10 +62,11 @@ def read_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         ApiError: 400, naming the message and the key.
+        RequestError: The same.
     """
     if not given:
         raise bad_request("messages must hold at least one message", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    return past_messages([_message(message, f"messages[{i}]") for i, message in enumerate(given)])
 
 
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -98,6 +98,7 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
 
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message whose content is text."""
     role = given.get("role")
     if role not in ROLES:
         raise bad_request(
@@ -105,16 +106,14 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     message = {key: value for key, value in given.items() if value is not None}
     message["role"] = {"developer": "system", "function": "tool"}.get(role, role)
-    text, thinking = _content(given.get("content"), f"{where}.content")
-    if role == "assistant":
-        message["content"] = text
-        _add_reasoning(message, given, thinking, where)
-        if given.get("tool_calls"):
-            message["tool_calls"] = _tool_calls(given["tool_calls"], f"{where}.tool_calls")
-        return message
-    if given.get("content") is None:
+    message["content"], thinking = _content(given.get("content"), f"{where}.content")
+    if role != "assistant" and given.get("content") is None:
         raise bad_request(f"{where}.content is missing", f"{where}.content")
-    message["content"] = text
+    for key in REASONING_NAMES:
+        if not isinstance(given.get(key), str | None):
+            raise bad_request(f"{where}.{key} must be a text, found {given[key]!r:.100}", f"{where}.{key}")
+    if thinking and not any(given.get(key) for key in REASONING_NAMES):
+        message["reasoning"] = thinking
     return message
 
 
@@ -143,41 +142,3 @@ def _content(content: Any, where: str) -> tuple[str, str]:
             raise bad_request(f"{place}.text must be a text", f"{place}.text")
         (texts if kind in _TEXT_PARTS else thoughts).append(said)
     return "\n".join(texts), "\n".join(thoughts)
-
-
-def _add_reasoning(message: dict[str, Any], given: Mapping[str, Any], thinking: str, where: str) -> None:
-    """Set past thinking under both names, wherever the client put it."""
-    for key in ("reasoning", "reasoning_content"):
-        value = given.get(key)
-        if not isinstance(value, str | None):
-            raise bad_request(f"{where}.{key} must be a text, found {value!r:.100}", f"{where}.{key}")
-        thinking = thinking or value or ""
-    content = message["content"]
-    if not thinking and content.lstrip().startswith(THINK_START) and THINK_END in content:
-        thinking, _, message["content"] = content.lstrip().removeprefix(THINK_START).partition(THINK_END)
-    if thinking:
-        message["reasoning"] = message["reasoning_content"] = thinking
-
-
-def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return past calls with their arguments as objects, which is what templates take apart."""
-    if not isinstance(given, list):
-        raise bad_request(f"{where} must be a list, found {given!r:.100}", where)
-    calls = []
-    for i, call in enumerate(given):
-        place = f"{where}[{i}]"
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise bad_request(f"{place}.function must be an object with a name", f"{place}.function")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                raise bad_request(
-                    f"{place}.function.arguments is not valid JSON: {error}", f"{place}.function.arguments"
-                ) from None
-        if not isinstance(arguments or {}, Mapping):
-            raise bad_request(f"{place}.function.arguments must be an object", f"{place}.function.arguments")
-        calls.append({**call, "function": {**function, "arguments": dict(arguments or {})}})
-    return calls

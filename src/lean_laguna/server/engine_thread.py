@@ -112,6 +112,10 @@ class EngineThread:
         assert not self._streams
         self._llm = llm
 
+    def fail_all(self, reason: str) -> None:
+        """Fail every request that runs or waits; for a command, on the engine's thread."""
+        self._fail_all(ApiError(503, reason, code="aborted"))
+
     def stop(self, reason: str) -> None:
         """Fail whatever still runs and end the thread."""
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -25,6 +26,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.app = app
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop gracefully at the first signal, at once at the second; the process then ends as usual."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, give running ones their time, then end what is left."""
         service = self.app.service
@@ -40,24 +46,48 @@ class Server(uvicorn.Server):
         late.cancel()
 
 
-def serve(
+def make_server(
     config: ServerConfig,
     load: Callable[[], LLM],
-    listener: socket.socket,
-    on_loaded: Callable[[Service], None],
+    on_settled: Callable[[Service], None],
     *,
     log_level: str = "warning",
     has_access_log: bool = False,
-) -> None:
-    """Serve on a bound socket until a signal says stop.
+) -> Server:
+    """Return a server that is not yet running.
 
     Args:
         config: Limits and habits.
         load: Makes the engine; called on a thread, while the port answers "loading".
-        listener: From `listener.bind`.
-        on_loaded: Called once requests can be served.
+        on_settled: Called when loading has ended, well or not.
         log_level: Of the log on standard error.
         has_access_log: Log each request.
+    """
+    app = App(config, load, on_settled)
+    settings = uvicorn.Config(
+        app.asgi,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level=log_level,
+        access_log=has_access_log,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s + _LAST_WORDS_S)),
+    )
+    return Server(settings, app)
+
+
+def serve(
+    config: ServerConfig,
+    load: Callable[[], LLM],
+    listener: socket.socket,
+    on_ready: Callable[[Service], None],
+    *,
+    log_level: str = "warning",
+    has_access_log: bool = False,
+) -> None:
+    """Serve on a socket from `listener.bind` until a signal says stop; other arguments as for `make_server`.
 
     Raises:
         BaseException: What made loading fail.
@@ -70,23 +100,9 @@ def serve(
             failed.append(service.engine.error)
             server.should_exit = True
         else:
-            on_loaded(service)
+            on_ready(service)
 
-    app = App(config, load, settled)
-    server = Server(
-        uvicorn.Config(
-            app.asgi,
-            http="h11",
-            ws="none",
-            lifespan="on",
-            log_level=log_level,
-            access_log=has_access_log,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s + _LAST_WORDS_S)),
-        ),
-        app,
-    )
+    server = make_server(config, load, settled, log_level=log_level, has_access_log=has_access_log)
     server.run(sockets=[listener])
     if failed:
         raise failed[0]

@@ -148,3 +148,67 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     speculative: bool | Speculative | None = None
     request_id: str | None = None
+
+
+class MessagesFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/messages/count_tokens``, and what ``/v1/messages`` shares with it."""
+
+    messages: list[ObjectField]
+    model: str | None = None
+    system: str | list[ObjectField] | None = None
+    tools: list[ObjectField] | None = None
+    tool_choice: ObjectField | None = None
+    thinking: ObjectField | None = None
+    output_config: ObjectField | None = None
+    chat_template_kwargs: ObjectField | None = None
+
+
+class MessagesRequest(MessagesFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/messages``, as Anthropic's clients send it."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    speculative: bool | Speculative | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/responses``."""
+
+    input: str | list[ObjectField]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[ObjectField] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ObjectField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ObjectField | None = None
+    text: ObjectField | None = None
+    metadata: ObjectField | None = None
+    chat_template_kwargs: ObjectField | None = None
+    speculative: bool | Speculative | None = None
+
+
+class PauseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /pause``."""
+
+    mode: Literal["keep", "abort", "wait"] = "keep"
+
+
+class UpdateWeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /update_weights``."""
+
+    checkpoint: str | None = None
+    drafter: str | None = None
+    mode: Literal["abort", "wait"] = "wait"
+    version: str | None = None

@@ -37,10 +37,10 @@ class JSON(Response):
         return encode(content)
 
 
-def error_response(error: ApiError) -> JSON:
-    """Return the response that says what went wrong."""
+def error_response(error: ApiError, body: dict[str, Any]) -> JSON:
+    """Return the response that says what went wrong, in the given shape."""
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSON(error.body(), status_code=error.status, headers=headers)
+    return JSON(body, status_code=error.status, headers=headers)
 
 
 def data(value: Any, event: str | None = None) -> bytes:

@@ -36,12 +36,18 @@ class Service:
         metrics: Counters and histograms.
         created: When it started, seconds since 1970.
         is_stopping: New requests are refused.
+        gate: Closed while new requests must wait.
+        weights_version: Name of the weights served; counts from 1 where nobody names them.
     """
 
     def __init__(self, config: ServerConfig, engine: EngineThread, metrics: Metrics):
         self.config, self.engine, self.metrics = config, engine, metrics
         self.created = int(time.time())
         self.is_stopping = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.weights_version = "1"
+        self._num_updates = 1
         self._defaults: dict[str, Any] | None = None
 
     @property
@@ -77,6 +83,12 @@ class Service:
             self._defaults = {**recommended, **self.config.override_generation_config}
         return self._defaults
 
+    def weights_changed(self, version: str | None) -> None:
+        """Take note of new weights."""
+        self._num_updates += 1
+        self.weights_version = version or str(self._num_updates)
+        self._defaults = None
+
     async def body(self, request: Request, schema: type[T]) -> tuple[T, dict[str, str]]:
         """Read and check a request's body and model name.
 
@@ -86,7 +98,7 @@ class Service:
         Raises:
             ApiError: It is wrong, too long, or for another model.
         """
-        raw = await read_body(request, self.config.max_request_bytes)
+        raw = await read_body(request, self.config.max_request_bytes) or b"{}"
         fields, ignored = parse(with_query(decode_object(raw), request, schema), schema, self.config)
         self.check_model(getattr(fields, "model", None))
         return fields, {"x-lean-laguna-ignored": ",".join(ignored)} if ignored else {}
@@ -156,6 +168,7 @@ class Service:
                 f"{self.engine.num_live_seqs} completions run or wait, and at most {limit} may; try again",
                 code="queue_full",
             )
+        await self.gate.wait()
         try:
             await self.engine.submit(stream)
         except asyncio.CancelledError:

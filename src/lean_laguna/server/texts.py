@@ -48,7 +48,13 @@ async def health(service: Service, request: Request) -> Response:
 
 async def version(service: Service, request: Request) -> Response:
     """``GET /version``."""
-    return JSON({"version": importlib.metadata.version("lean-laguna"), "engine": "lean-laguna"})
+    return JSON(
+        {
+            "version": importlib.metadata.version("lean-laguna"),
+            "engine": "lean-laguna",
+            "weights_version": service.weights_version,
+        }
+    )
 
 
 async def metrics(service: Service, request: Request) -> Response:

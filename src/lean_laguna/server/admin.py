@@ -1,0 +1,112 @@
+"""Endpoints that change the server: pause, resume, new weights. Served only where asked for at start.
+
+New weights are loaded beside the old ones and take their place in one go, between two steps and with no
+request under way: a reply is never half of one model and half of another, and a checkpoint that cannot be
+loaded leaves the old one serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lean_laguna.core.config import EngineConfig
+from lean_laguna.engine.llm import LLM
+from lean_laguna.engine.loading import load_engine
+from lean_laguna.models.generation_config import GenerationConfig
+from lean_laguna.server.errors import bad_request
+from lean_laguna.server.schemas import PauseRequest, UpdateWeightsRequest
+from lean_laguna.server.sending import JSON
+from lean_laguna.server.service import Service
+
+log = logging.getLogger("lean_laguna.server")
+_LOOK_AGAIN_S = 0.02
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    """``POST /reset_prefix_cache``: forget the keys and values of past prompts."""
+    await service.engine.call(lambda llm: llm.engine.reset_prefix_cache())
+    return JSON({"status": "ok"})
+
+
+async def pause(service: Service, request: Request) -> Response:
+    """``POST /pause``: stop computing; requests are kept, aborted, or waited for, as ``mode`` says."""
+    body, _ = await service.body(request, PauseRequest)
+    if body.mode == "abort":
+        await service.engine.call(lambda llm: service.engine.fail_all("the server was paused"))
+    elif body.mode == "wait":
+        await _drain(service)
+    service.engine.set_paused(True)
+    return await is_paused(service, request)
+
+
+async def resume(service: Service, request: Request) -> Response:
+    """``POST /resume``: go on computing."""
+    service.engine.set_paused(False)
+    service.gate.set()
+    return await is_paused(service, request)
+
+
+async def is_paused(service: Service, request: Request) -> Response:
+    """``GET /is_paused``."""
+    return JSON({"is_paused": service.engine.is_paused})
+
+
+async def update_weights(service: Service, request: Request) -> Response:
+    """``POST /update_weights``: serve another checkpoint of the target, the drafter, or both."""
+    body, _ = await service.body(request, UpdateWeightsRequest)
+    if body.checkpoint is None and body.drafter is None:
+        raise bad_request("give a 'checkpoint', a 'drafter', or both", "checkpoint")
+    if body.mode == "abort":
+        await service.engine.call(lambda llm: service.engine.fail_all("the weights are being replaced"))
+    await _drain(service)
+    was_paused = service.engine.is_paused
+    try:
+        await service.engine.call(lambda llm: service.engine.replace(_reload(llm, body)))
+    finally:
+        service.gate.set()
+        service.engine.set_paused(was_paused)
+    service.weights_changed(body.version)
+    answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
+    return JSON(answer)
+
+
+async def _drain(service: Service) -> None:
+    """Hold new requests back and wait until none runs."""
+    if service.engine.is_paused and service.engine.num_live_seqs:
+        raise bad_request("requests are kept by the pause; resume first, or say mode abort", "mode")
+    service.gate.clear()
+    while service.engine.num_live_seqs:
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
+    """Return an engine with the same settings over other checkpoints.
+
+    Raises:
+        CheckpointError: One cannot be loaded.
+        ApiError: 400, there is no drafter to replace.
+    """
+    config: EngineConfig = llm.config
+    if body.checkpoint is not None:
+        config = dataclasses.replace(config, model=body.checkpoint)
+    if body.drafter is not None:
+        if config.speculative is None:
+            raise bad_request("the server was started without a drafter", "drafter")
+        speculative = dataclasses.replace(config.speculative, model=body.drafter)
+        config = dataclasses.replace(config, speculative=speculative)
+    engine, folder = load_engine(config)
+    if engine.tokenizer.vocab_size != llm.tokenizer.vocab_size:
+        raise bad_request(
+            f"the checkpoint has {engine.tokenizer.vocab_size} tokens, the model served has "
+            f"{llm.tokenizer.vocab_size}",
+            "checkpoint",
+        )
+    GenerationConfig.from_dir(folder)
+    log.warning("now serving %s", folder)
+    return LLM.from_engine(engine, folder)
