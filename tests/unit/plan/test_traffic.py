@@ -100,12 +100,24 @@ def _nvfp4():
 
 def test_distinct_experts_are_those_of_the_table():
     rows = (1, 2, 4, 7, 8, 12, 16)
-    assert [
-        f"{distinct_experts(256, 8, m):.1f}" for m in rows
-    ] == ["8.0", "15.8", "30.5", "51.0", "57.4", "81.1", "102.0"]
-    assert [
-        f"{distinct_experts(256, 8, m, 0.38):.1f}" for m in rows
-    ] == ["8.0", "12.8", "22.2", "35.6", "39.9", "56.3", "71.4"]
+    assert [f"{distinct_experts(256, 8, m):.1f}" for m in rows] == [
+        "8.0",
+        "15.8",
+        "30.5",
+        "51.0",
+        "57.4",
+        "81.1",
+        "102.0",
+    ]
+    assert [f"{distinct_experts(256, 8, m, 0.38):.1f}" for m in rows] == [
+        "8.0",
+        "12.8",
+        "22.2",
+        "35.6",
+        "39.9",
+        "56.3",
+        "71.4",
+    ]
     assert distinct_experts(0, 0, 4) == 0
 
 
