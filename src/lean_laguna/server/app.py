@@ -27,8 +27,9 @@ from lean_laguna.server.errors import ApiError, as_api_error
 from lean_laguna.server.generate import generate
 from lean_laguna.server.messages_api import count_tokens, error_body, messages
 from lean_laguna.server.metrics import Metrics
+from lean_laguna.server.openapi import description
 from lean_laguna.server.responses_api import responses
-from lean_laguna.server.sending import ClientGoneError, error_response
+from lean_laguna.server.sending import JSON, ClientGoneError, error_response
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
 
@@ -97,7 +98,13 @@ class App:
         )
 
     def _routes(self) -> list[tuple[tuple[str, str], Endpoint]]:
-        return [*ROUTES.items(), *(ADMIN_ROUTES.items() if self.config.enable_admin else ())]
+        routes = {**ROUTES, **(ADMIN_ROUTES if self.config.enable_admin else {})}
+        described = JSON(description(routes))
+
+        async def openapi(service: Service, request: Request) -> Response:
+            return described
+
+        return [*routes.items(), (("GET", "/openapi.json"), openapi)]
 
     def _middleware(self) -> list[Middleware]:
         config, layers = self.config, []

@@ -11,11 +11,13 @@ from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_t
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.server.conversation import Conversation, read_messages, read_tools
 from lean_laguna.server.errors import bad_request
+from lean_laguna.server.output_format import structured_outputs
 from lean_laguna.server.reply_parser import ReplyParser
 from lean_laguna.server.reply_reasoning import ReasoningCounter
 from lean_laguna.server.sampling import draft_length, sampling_params
 from lean_laguna.server.schemas import ChatRequest
 from lean_laguna.server.service import Service
+from lean_laguna.server.settings import ServerConfig
 from lean_laguna.server.stream import Prompt
 
 _MARKUP = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")
@@ -35,9 +37,12 @@ class ChatJob:
     prompt: Prompt
     tools: list[dict[str, Any]]
 
-    def parser(self, config_parser: str) -> ReplyParser | None:
+    def parser(self, config: ServerConfig) -> ReplyParser | None:
         """Return the parser of one completion; None where parsing is turned off."""
-        return None if config_parser == "none" else ReplyParser.for_prompt(self.rendered, self.tools)
+        if config.reasoning_parser == "none":
+            return None
+        tools = [] if config.tool_call_parser == "none" else self.tools
+        return ReplyParser.for_prompt(self.rendered, tools)
 
     def counter(self, tokenizer: Tokenizer) -> ReasoningCounter:
         """Return what counts the tokens of one completion's thinking."""
@@ -102,6 +107,19 @@ def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
     return {**kwargs, **given}
 
 
+def thinking_budget(body: ChatRequest) -> int | None:
+    """Return the thinking budget under any of its names; None where there is none.
+
+    Raises:
+        ApiError: 400, two names say different things.
+    """
+    names = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+    found = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if len(set(found.values())) > 1:
+        raise bad_request(f"{' and '.join(found)} say different budgets", next(iter(found)))
+    return next(iter(found.values()), None)
+
+
 def _params(service: Service, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -109,6 +127,8 @@ def _params(service: Service, body: ChatRequest, num_prompt_tokens: int) -> Samp
     fixed: dict[str, Any] = {
         "max_tokens": service.max_tokens(asked, num_prompt_tokens, "messages"),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "structured_outputs": structured_outputs(body),
+        "thinking_token_budget": thinking_budget(body),
     }
     if any(service.tokenizer.token_to_id(tag) in service.tokenizer.special_token_ids for tag in _MARKUP):
         fixed["skip_special_tokens"] = False  # the parser needs to see its tags

@@ -20,7 +20,7 @@ class ChoiceReader:
     """
 
     def __init__(self, service: Service, job: ChatJob, body: ChatRequest):
-        self._parser = job.parser(service.config.reasoning_parser)
+        self._parser = job.parser(service.config)
         self._counter = job.counter(service.tokenizer)
         self._keeps_first_call_only = body.parallel_tool_calls is False
         self._hides_reasoning = body.include_reasoning is False

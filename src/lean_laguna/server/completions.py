@@ -14,6 +14,7 @@ from starlette.responses import Response
 from lean_laguna.core.errors import RequestError
 from lean_laguna.server import logprobs as shapes
 from lean_laguna.server.errors import bad_request
+from lean_laguna.server.output_format import structured_outputs
 from lean_laguna.server.sampling import draft_length, sampling_params
 from lean_laguna.server.schemas import CompletionRequest
 from lean_laguna.server.sending import DONE, JSON, EventStream, data, until_gone
@@ -63,6 +64,7 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
         )
         limit = service.max_tokens(asked, len(ids), "prompt")
         fixed: dict[str, Any] = {"max_tokens": limit, "logprobs": body.logprobs}
+        fixed["structured_outputs"] = structured_outputs(body)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             fixed["prompt_logprobs"] = body.logprobs
         params = sampling_params(body, service.defaults(), **fixed)

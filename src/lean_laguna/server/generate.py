@@ -29,6 +29,7 @@ async def generate(service: Service, request: Request) -> Response:
     params = sampling_params(
         sampling,
         {},  # a caller that brings tokens brings its sampling too: no defaults of the checkpoint
+        structured_outputs=sampling.structured_outputs,
         max_tokens=service.max_tokens(asked, len(ids), "token_ids"),
         logprobs=sampling.logprobs,
     )
