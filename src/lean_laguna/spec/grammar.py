@@ -223,7 +223,8 @@ class _TokenTable:
         self.bos_token_id = None
         num_entries = max(vocab_size, tokenizer.vocab_size)
         self.tokens = [tokenizer.token_bytes(token) for token in range(num_entries)]
-        self.special_token_ids = sorted(tokenizer.special_token_ids)
+        # What ends the sequence is no text, even where the tokenizer does not list it as special.
+        self.special_token_ids = sorted(tokenizer.special_token_ids.union(tokenizer.eos_token_ids))
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
