@@ -183,7 +183,7 @@ class SamplingRequest:
     @property
     def depends_on_prefix(self) -> bool:
         """True where logits options read which tokens came before, not only how many."""
-        return self.has_penalties or bool(self._bans_by_last) or self._is_constrained
+        return self.has_penalties or bool(self._bans_by_last) or self.is_constrained
 
     @property
     def changes_logits(self) -> bool:
@@ -193,11 +193,12 @@ class SamplingRequest:
             or len(self.bias_ids)
             or self.bad_word_ids
             or len(self.output_token_ids) < self.params.min_tokens
-            or self._is_constrained
+            or self.is_constrained
         )
 
     @property
-    def _is_constrained(self) -> bool:
+    def is_constrained(self) -> bool:
+        """True where a grammar or a thinking budget may restrict rows of the next block."""
         return any(constraint.is_active for constraint in self.constraints)
 
     def forced_tokens(self, limit: int) -> list[int]:
