@@ -32,6 +32,7 @@ class CheckpointReader:
         self._file_of: dict[str, Path] = {}
         self._headers: dict[str, dict[str, Any]] = {}
         self._open: dict[Path, Any] = {}
+        self._starts: dict[Path, int] = {}
         promised = self._promised_files()
         for file in sorted(set(promised.values())) if promised else self._loose_files():
             for name, entry in read_header(file).items():
@@ -82,6 +83,15 @@ class CheckpointReader:
             CheckpointError: The tensor cannot be read.
         """
         target.copy_(self.get(name))
+
+    def bytes_of(self, name: str) -> tuple[Path, int, int]:
+        """Return where a tensor's bytes lie: the file, the place of the first in it, and how many."""
+        file = self._file_of[name]
+        if file not in self._starts:
+            with file.open("rb") as stream:
+                self._starts[file] = 8 + int.from_bytes(stream.read(8), "little")
+        first, end = self._headers[name]["data_offsets"]
+        return file, self._starts[file] + first, end - first
 
     def close(self) -> None:
         """Release the mapped files."""

@@ -18,7 +18,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 # What a scale that rounds to zero becomes, so that nothing is divided by it.
 _LEAST_SCALE = 0.125
-_SIGN = 8
+_SIGN_BIT = 3
 
 
 def global_scale(largest: Tensor) -> Tensor:
@@ -46,10 +46,11 @@ def encode(weight: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.unflatten(-1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(-1)
     scales = (divisor * (largest / E2M1_MAX)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    scales[scales == 0] = _LEAST_SCALE
+    scales = torch.where(scales == 0, _LEAST_SCALE, scales)
     scaled = (groups / (scales / divisor).unsqueeze(-1)).flatten(-2)
-    codes = round_to_e2m1(scaled)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.float8_e4m3fn)
+    # Two codes are one 16-bit number: low half, high half.
+    pairs = round_to_e2m1(scaled).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8), scales.to(torch.float8_e4m3fn)
 
 
 def round_to_e2m1(values: Tensor) -> Tensor:
@@ -57,15 +58,12 @@ def round_to_e2m1(values: Tensor) -> Tensor:
 
     A negative value that rounds to zero keeps its sign, a zero has none.
     """
-    size = values.abs()
-    codes = (size > 0.25).to(torch.uint8)
-    codes += size >= 0.75
-    codes += size > 1.25
-    codes += size >= 1.75
-    codes += size > 2.5
-    codes += size >= 3.5
-    codes += size > 5.0
-    return codes + (values < 0) * torch.tensor(_SIGN, dtype=torch.uint8)
+    size = values.abs().clamp_(max=E2M1_MAX)
+    # Steps are 0.5 up to 2, 1 up to 4, 2 from there: the grid that a value lies on gives the least code.
+    code = (size * 2).round_()
+    torch.minimum(code, size.round().add_(2), out=code)
+    torch.minimum(code, size.mul_(0.5).round_().add_(4), out=code)
+    return code.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8).bitwise_left_shift_(_SIGN_BIT))
 
 
 def code_values(codes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.safetensors_header import DTYPE_BITS
 
 Number = Literal["fp4", "fp8", "int"]
 Strategy = Literal["tensor", "channel", "group", "block", "tensor_group"]
@@ -21,9 +22,7 @@ Storage = Literal[
 
 NVFP4_GROUP = 16
 # Bytes an element of a stored tensor takes, by safetensors' name of its type.
-ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8,
-}  # fmt: skip
+ELEMENT_BYTES = {name: bits // 8 for name, bits in DTYPE_BITS.items() if bits % 8 == 0}
 _WORD_BITS = 32
 
 
@@ -35,9 +34,14 @@ class TensorSpec:
     dtype: str
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on disk."""
-        total = ELEMENT_BYTES[self.dtype]
+        total = self.element_bytes
         for size in self.shape:
             total *= size
         return total

@@ -1,0 +1,109 @@
+"""A safetensors file that is written piece by piece, by several threads, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.quant.scheme import TensorSpec
+
+_COPY_BYTES = 8 << 20
+# safetensors aligns the tensors' bytes to this by blanks after the header.
+_ALIGNMENT = 8
+
+
+class ShardWriter:
+    """Writes the tensors of one file at their places; ``finish`` gives the file its name."""
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]):
+        """Lay out a file.
+
+        Args:
+            path: The finished file; until then it lies beside it.
+            specs: All its tensors, in order.
+            metadata: Of the header.
+
+        Raises:
+            ConfigError: The folder cannot be written to.
+        """
+        self.path, self._partial = path, path.with_name(f".{path.name}.partial")
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        at, self._specs = 0, dict(specs)
+        places: dict[str, int] = {}
+        for name, spec in specs.items():
+            places[name] = at
+            header[name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.num_bytes],
+            }
+            at += spec.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        start = 8 + len(text)
+        self._places = {name: start + place for name, place in places.items()}
+        self.num_bytes = start + at
+        try:
+            self._handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.pwrite(self._handle, len(text).to_bytes(8, "little") + text, 0)
+            os.ftruncate(self._handle, self.num_bytes)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+
+    def write(self, name: str, tensor: Tensor, first_row: int = 0) -> None:
+        """Write a tensor, or rows of one from ``first_row`` on.
+
+        Raises:
+            ConfigError: The disk is full or fails.
+        """
+        spec = self._specs[name]
+        rows = spec.shape[0] if spec.shape else 1
+        place = self._places[name] + first_row * (spec.num_bytes // max(rows, 1))
+        self._put(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, place)
+
+    def copy(self, name: str, file: Path, first: int) -> None:
+        """Copy a tensor's bytes as they are from another file.
+
+        Raises:
+            ConfigError: A file cannot be read, or the disk is full or fails.
+        """
+        left, place = self._specs[name].num_bytes, self._places[name]
+        try:
+            with file.open("rb") as stream:
+                stream.seek(first)
+                while left:
+                    piece = stream.read(min(left, _COPY_BYTES))
+                    if not piece:
+                        raise ConfigError(f"{file}: ended early")
+                    self._put(memoryview(piece), place)
+                    left, place = left - len(piece), place + len(piece)
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+
+    def finish(self) -> None:
+        """Flush the file to disk and give it its name."""
+        os.fsync(self._handle)
+        os.close(self._handle)
+        os.replace(self._partial, self.path)
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
+        with contextlib.suppress(OSError):
+            os.unlink(self._partial)
+
+    def _put(self, data: memoryview, place: int) -> None:
+        try:
+            while data:
+                written = os.pwrite(self._handle, data, place)
+                data, place = data[written:], place + written
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None

@@ -1,0 +1,195 @@
+"""Quantises one linear after the other, rows by rows, straight from the source's files into the new ones."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lean_laguna.convert.modules import fused_set
+from lean_laguna.convert.shard_writer import ShardWriter
+from lean_laguna.convert.source import Source
+from lean_laguna.core.errors import CheckpointError
+from lean_laguna.quant.codec import encode, to_packed
+from lean_laguna.quant.scheme import WeightScheme
+
+# Weights that are held at a time: small enough for a core's cache, whole blocks and words of every scheme.
+_PIECE_WEIGHTS, _ROWS = 1 << 18, 128
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far a quantised linear is from the original.
+
+    Attributes:
+        sum_squares: Of the original weights.
+        sum_square_errors: Of the differences.
+        largest: Largest difference.
+        num_weights: Weights.
+    """
+
+    sum_squares: float = 0.0
+    sum_square_errors: float = 0.0
+    largest: float = 0.0
+    num_weights: int = 0
+
+    def __add__(self, other: WeightError) -> WeightError:
+        """Return the error of both together."""
+        return WeightError(
+            self.sum_squares + other.sum_squares,
+            self.sum_square_errors + other.sum_square_errors,
+            max(self.largest, other.largest),
+            self.num_weights + other.num_weights,
+        )
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean square difference over the root of the mean square weight."""
+        return math.sqrt(self.sum_square_errors / self.sum_squares) if self.sum_squares else 0.0
+
+
+class WeightEncoder:
+    """Quantises linears of a source by scheme; may be called from several threads."""
+
+    def __init__(self, source: Source, schemes: Mapping[str, WeightScheme], *, shares_divisors: bool = True):
+        """Note which linears share an NVFP4 divisor.
+
+        Args:
+            source: Where the weights are.
+            schemes: Of the linears to quantise.
+            shares_divisors: Whether linears that a serving engine runs as one have one NVFP4 divisor, as it
+                needs; else each has its own.
+        """
+        self._source, self._schemes = source, schemes
+        self._largest: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+        self._sets: dict[str, list[str]] = {}
+        self._set_of: dict[str, str] = {}
+        for module, scheme in schemes.items():
+            if scheme.number == "fp4":
+                self._set_of[module] = fused_set(module) if shares_divisors else module
+                self._sets.setdefault(self._set_of[module], []).append(module)
+
+    def write(self, module: str, writer: ShardWriter, *, is_checked: bool = False) -> WeightError:
+        """Quantise a linear into a file.
+
+        Args:
+            module: Its name.
+            writer: The file, which has its tensors.
+            is_checked: Whether to decode it again and compare.
+
+        Raises:
+            CheckpointError: A weight is not finite, or too large for the scheme.
+        """
+        error = WeightError()
+        for first, piece, tensors in self.pieces(module):
+            tensors.pop("weight_shape", None)  # of the piece
+            for part, tensor in tensors.items():
+                row = 0 if part == "weight_global_scale" else self._stored_row(module, part, first)
+                writer.write(f"{module}.{part}", tensor, row)
+            if is_checked:
+                error += self._compare(module, piece, tensors)
+        if self._schemes[module].storage == "pack-quantized":
+            writer.write(f"{module}.weight_shape", torch.tensor(self._source.shapes[module]))
+        return error
+
+    def pieces(self, module: str) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+        """Yield first row, weights [n, K] and their tensors, piece by piece.
+
+        Raises:
+            CheckpointError: A weight is not finite, or too large for the scheme.
+        """
+        scheme = self._schemes[module]
+        largest = self._largest_of_set(module) if scheme.number == "fp4" else None
+        rows, columns = self._source.shapes[module]
+        height = scheme.block[0] if scheme.block else 1
+        step = math.lcm(_ROWS, height) * max(1, _PIECE_WEIGHTS // (columns * math.lcm(_ROWS, height)))
+        for first, piece in self._read(module, rows if self._is_whole(module) else step):
+            self._check_finite(module, piece)
+            tensors = encode(piece, scheme, largest)
+            for part in ("weight_scale", "weight_global_scale"):
+                if part in tensors and not bool(tensors[part].float().isfinite().all()):
+                    raise CheckpointError(
+                        f"{self._where(module)}: weights up to {piece.abs().max().item():.3g} are too large "
+                        f"for {scheme.name}"
+                    )
+            yield first, piece, tensors
+
+    def _stored_row(self, module: str, part: str, first: int) -> int:
+        """Return the row of a stored tensor at which a piece from weight row ``first`` on begins."""
+        scheme = self._schemes[module]
+        if part == "weight_scale" and scheme.block is not None:
+            return first // scheme.block[0]
+        if part == "weight_zero_point" and scheme.storage == "pack-quantized":
+            return first * scheme.num_bits // 32
+        return first
+
+    def _is_whole(self, module: str) -> bool:
+        return self._schemes[module].strategy == "tensor"
+
+    def _read(self, module: str, step: int) -> Iterator[tuple[int, Tensor]]:
+        rows, columns = self._source.shapes[module]
+        name = f"{module}.weight"
+        kind = _TORCH[self._source.tensors.dtype_name(name)]
+        file, start, _ = self._source.tensors.bytes_of(name)
+        width = columns * kind.itemsize
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                buffer = np.empty(count * width, np.uint8)
+                view, filled = buffer.data, 0
+                while filled < len(view):
+                    got = stream.readinto(view[filled:])
+                    if not got:
+                        raise CheckpointError(f"{self._where(module)}: the file ended early")
+                    filled += got
+                yield first, torch.from_numpy(buffer).view(kind).view(count, columns)
+
+    def _largest_of_set(self, module: str) -> Tensor:
+        members = self._sets[self._set_of[module]]
+        found = [self._largest_of(member) for member in members]
+        return torch.stack(found).amax()
+
+    def _largest_of(self, module: str) -> Tensor:
+        with self._lock:
+            known = self._largest.get(module)
+        if known is None:
+            parts = []
+            for _, piece in self._read(module, max(1, _PIECE_WEIGHTS // self._source.shapes[module][1])):
+                self._check_finite(module, piece)
+                parts.append(piece.abs().amax())
+            known = torch.stack(parts).amax()
+            with self._lock:
+                self._largest[module] = known
+        return known
+
+    def _check_finite(self, module: str, piece: Tensor) -> None:
+        low, high = torch.aminmax(piece)
+        if not bool(low.isfinite() & high.isfinite()):
+            raise CheckpointError(
+                f"{self._where(module)}: {int((~piece.isfinite()).sum())} or more values are not finite; "
+                "expected none"
+            )
+
+    def _compare(self, module: str, piece: Tensor, tensors: dict[str, Tensor]) -> WeightError:
+        wide = piece.float()
+        rows, columns = piece.shape
+        decoded = to_packed(tensors, self._schemes[module], (rows, columns)).decode()
+        difference = decoded.sub_(wide)
+        return WeightError(
+            wide.double().square_().sum().item(),
+            difference.double().square_().sum().item(),
+            difference.abs().max().item(),
+            piece.numel(),
+        )
+
+    def _where(self, module: str) -> str:
+        name = f"{module}.weight"
+        return f"{self._source.tensors.file_of(name)}: tensor '{name}'"
