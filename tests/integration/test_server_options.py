@@ -1,0 +1,172 @@
+"""Every sampling option over HTTP: the same with the drafter and without, streamed and whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from support.servers import RunningServer
+
+ON: Any = {"num_speculative_tokens": 5}
+PROMPT = "def fib(n):\n"
+SAMPLED = {"temperature": 0.9, "seed": 11}
+COMMON: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seed": SAMPLED,
+    "negative seed": {"temperature": 0.9, "seed": -7},
+    "top_p": {**SAMPLED, "top_p": 0.5},
+    "top_k": {**SAMPLED, "top_k": 3},
+    "min_p": {**SAMPLED, "min_p": 0.2},
+    "repetition_penalty": {"temperature": 0, "repetition_penalty": 1.3},
+    "presence_penalty": {"temperature": 0, "presence_penalty": 1.5},
+    "frequency_penalty": {"temperature": 0, "frequency_penalty": -1.0},
+    "logit_bias": {"temperature": 0, "logit_bias": {"349": 6.0, "326": -100}},
+    "min_tokens": {"temperature": 0, "logit_bias": {"2": 30.0}, "min_tokens": 5},
+    "eos": {"temperature": 0, "logit_bias": {"24": 8.0}},
+    "ignore_eos": {"temperature": 0, "logit_bias": {"24": 8.0}, "ignore_eos": True},
+    "stop": {"temperature": 0, "stop": ["turn", "ef "]},
+    "stop kept": {"temperature": 0, "stop": "\n    ", "include_stop_str_in_output": True},
+    "stop_token_ids": {**SAMPLED, "stop_token_ids": list(range(400, 1200))},
+    "bad_words": {"temperature": 0, "bad_words": ["return", '"""', "python"]},
+    "skip_special_tokens": {"temperature": 0, "logit_bias": {"12": 9.0}, "skip_special_tokens": False},
+    "n": {**SAMPLED, "n": 3},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
+    "token ids": {**SAMPLED, "return_token_ids": True},
+    "max_tokens 1": {"temperature": 0, "max_tokens": 1},
+    "defaults": {"seed": 3},
+    "regex": {**SAMPLED, "structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{2,5})+"}},
+    "choice": {**SAMPLED, "guided_choice": ["yes, it is", "no"]},
+}
+COMPLETION = {
+    "logprobs": {**SAMPLED, "logprobs": 3},
+    "logprobs 0": {"temperature": 0, "logprobs": 0},
+    "logprobs as ids": {"temperature": 0, "logprobs": 2, "return_tokens_as_token_ids": True},
+    "echo": {"temperature": 0, "echo": True, "logprobs": 1},
+    "echo alone": {"temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 0},
+    "many prompts": {**SAMPLED, "prompt": ["def a", [349, 326], "x = 1"], "n": 2, "echo": True},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "run", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    }
+]
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+CHAT = {
+    "top_logprobs": {**SAMPLED, "logprobs": True, "top_logprobs": 3},
+    "thinking": {**SAMPLED, "chat_template_kwargs": {"enable_thinking": True}},
+    "budget": {"temperature": 0, "reasoning_effort": "low", "thinking_token_budget": 4},
+    "tools": {**SAMPLED, "tools": TOOLS, "tool_choice": "auto"},
+    "json_schema": {
+        **SAMPLED,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+}
+CASES = [("/v1/completions", name, case) for name, case in (COMMON | COMPLETION).items()]
+CASES += [("/v1/chat/completions", name, case) for name, case in (COMMON | CHAT).items()]
+
+
+def body_of(path: str, case: dict[str, Any]) -> dict[str, Any]:
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    return {"max_tokens": 14, **prompt, **case}
+
+
+def without_names(value: dict[str, Any]) -> dict[str, Any]:
+    """Drop what differs between any two requests: names, times, counts of drafts and of cached tokens."""
+    value = copy.deepcopy(value)
+    for key in ("id", "created", "metrics", "object"):
+        value.pop(key, None)
+    value["usage"].pop("prompt_tokens_details")
+    return value
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put a stream's chunks together into the shape of a whole response."""
+    *pieces, last = chunks
+    assert last["choices"] == []
+    whole: dict[str, Any] = {"model": last["model"], "usage": last["usage"], "choices": {}}
+    for chunk in pieces:
+        assert chunk["usage"] is None
+        whole |= {key: chunk[key] for key in ("prompt_logprobs", "prompt_token_ids") if key in chunk}
+        for choice in chunk["choices"]:
+            said = choice.pop("delta", None)
+            if said is not None:
+                choice["message"] = said
+            _add(whole["choices"].setdefault(choice["index"], {}), choice)
+    whole["choices"] = [choice for _, choice in sorted(whole["choices"].items())]
+    return whole
+
+
+def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
+    for key, value in piece.items():
+        if key in ("index", "role") or choice.get(key) is None:
+            choice[key] = value
+        elif key in ("finish_reason", "stop_reason"):
+            assert choice["finish_reason"] is None, "a finish reason came twice"
+            choice[key] = value
+        elif isinstance(value, dict):
+            _add(choice[key], value)
+        elif value is not None:
+            choice[key] = choice[key] + value
+
+
+@pytest.mark.parametrize(("path", "name", "case"), CASES, ids=[f"{p.split('/')[2]} {n}" for p, n, _ in CASES])
+def test_an_option_gives_the_same_with_a_drafter_streamed_or_whole(
+    server: RunningServer, path: str, name: str, case: dict[str, Any]
+) -> None:
+    body = body_of(path, case)
+    off = without_names(server.ok(path, **body, speculative=False))
+    on = without_names(server.ok(path, **body, speculative=ON))
+    assert on == off
+    usage = {"include_usage": True}
+    streams = [
+        joined(server.events(path, **body, speculative=how, stream_options=usage)) for how in (False, ON)
+    ]
+    assert [without_names(whole) for whole in streams] == [streams_of(off)] * 2
+
+
+def streams_of(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole response as the pieces of its stream add up: nothing said is '', not null."""
+    whole = copy.deepcopy(whole)
+    for choice in whole["choices"]:
+        if "message" in choice and choice["message"]["content"] is None:
+            choice["message"]["content"] = ""
+    return whole
+
+
+def test_the_options_leave_none_of_sampling_params_out() -> None:
+    from dataclasses import fields
+
+    from lean_laguna.core.types import SamplingParams
+
+    asked = {key for _, _, case in CASES for key in case}
+    spelled = {"thinking_token_budget", "structured_outputs", "max_tokens"}
+    assert {field.name for field in fields(SamplingParams)} - asked - spelled == set()
+
+
+def test_drafts_are_really_made_and_counted(server: RunningServer) -> None:
+    body = body_of("/v1/completions", {"temperature": 0, "max_tokens": 30})
+    on = server.ok("/v1/completions", **body, speculative=ON)["metrics"]["speculative_decoding"]
+    assert on["num_draft_tokens"] >= on["num_accepted_draft_tokens"] > 0
+    assert sum(on["acceptance_histogram"]) == on["num_spec_steps"]
+    counted = sum(i * count for i, count in enumerate(on["acceptance_histogram"]))
+    assert counted == on["num_accepted_draft_tokens"]
+    assert on["mean_acceptance_length"] == 1 + counted / on["num_spec_steps"]
+    assert "metrics" not in server.ok("/v1/completions", **body, speculative=False)
+    streamed = server.events(
+        "/v1/completions", **body, speculative=ON, stream_options={"include_usage": True}
+    )
+    assert streamed[-1]["metrics"]["speculative_decoding"] == on
+    assert not any("metrics" in chunk for chunk in streamed[:-1])
+
+
+def test_a_request_does_not_depend_on_its_neighbours(server: RunningServer) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    bodies = [body_of("/v1/completions", {**SAMPLED, "seed": seed, "logprobs": 1}) for seed in range(6)]
+    alone = [without_names(server.ok("/v1/completions", **body)) for body in bodies]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda body: without_names(server.ok("/v1/completions", **body)), bodies))
+    assert together == alone
