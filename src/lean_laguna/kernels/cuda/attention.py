@@ -1,4 +1,4 @@
-"""Attention of decode and verify rows in CUDA C++: one kernel for norm, rotation, KV append, attention and gate."""
+"""Attention of decode and verify rows in CUDA C++: norm, rotation, KV append, attention and gate in one kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attend(
     *,
     eps: float,
 ) -> None:
-    """Append the live rows' keys and values to the cache, then attend; see ``kernels.triton.attention.attend``.
+    """Append the live rows' keys and values to the cache, then attend, as ``kernels.triton.attention.attend``.
 
     Args:
         qkv: [MAX_ROWS, shape.width] bf16, packed.
@@ -84,7 +84,17 @@ def attend(
     )
     shared = (2 * keys + 16) * (p + 8) * 2 + 16 * (keys + 8) * 2 + 2 * WARPS * 16 * 4 + 16
     programs = multiprocessors(qkv.device) * (2 if shape.window else 1)
-    arguments = (qkv, out, *norms, *rotary, *cache, block_table, rows.positions, rows.row_start, rows.row_count)
+    arguments = (
+        qkv,
+        out,
+        *norms,
+        *rotary,
+        *cache,
+        block_table,
+        rows.positions,
+        rows.row_start,
+        rows.row_count,
+    )
     scale = p**-0.5 * 1.4426950408889634
     launch_kernel(
         source,

@@ -1,7 +1,7 @@
-"""Compiles the CUDA C++ kernels beside this file for the card at hand, with the compiler that PyTorch brings.
+"""Compiles the CUDA C++ kernels beside this file for the card at hand, with PyTorch's own compiler.
 
-NVRTC is called through ctypes: no CUDA toolkit is needed. Machine code is kept in the user's cache folder, keyed
-by source, options and compiler version.
+NVRTC is called through ctypes: no CUDA toolkit is needed. Machine code is kept in the user's cache folder,
+keyed by source, options and compiler version.
 """
 
 from __future__ import annotations
@@ -71,10 +71,15 @@ def nvrtc() -> ctypes.CDLL:
         if "alt" in name:
             continue
         try:
+            # NVRTC opens its builtins by name alone: have them open already.
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise CompilationError("no libnvrtc found: PyTorch's CUDA builds bring it (pip install nvidia-cuda-nvrtc)")
+    raise CompilationError(
+        "no libnvrtc found: PyTorch's CUDA builds bring it (pip install nvidia-cuda-nvrtc)"
+    )
 
 
 def _version() -> str:
@@ -100,7 +105,9 @@ def compiled(source: Source, architecture: str) -> bytes:
     """
     texts = [(FOLDER / f"{source.name}.cu").read_bytes(), *((FOLDER / h).read_bytes() for h in HEADERS)]
     options = source.options(architecture)
-    key = hashlib.sha256(b"\0".join([*texts, *(o.encode() for o in options), _version().encode()])).hexdigest()
+    key = hashlib.sha256(
+        b"\0".join([*texts, *(o.encode() for o in options), _version().encode()])
+    ).hexdigest()
     path = _cache_folder() / f"{key}.cubin"
     if path.is_file():
         return path.read_bytes()

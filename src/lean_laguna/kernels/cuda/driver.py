@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,7 +21,12 @@ _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
 
 
 class _Configuration(ctypes.Structure):
@@ -62,19 +69,36 @@ def _function(source: Source, device_index: int, shared_bytes: int) -> ctypes.c_
     code = compiled(source, architecture(device_index))
     _check(_cuda().cuModuleLoadData(ctypes.byref(module), code), source.name)
     _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, source.name.encode()), source.name)
-    _check(_cuda().cuFuncSetAttribute(function, _MAX_SHARED, shared_bytes), f"{source.name}: {shared_bytes} bytes")
+    _check(
+        _cuda().cuFuncSetAttribute(function, _MAX_SHARED, shared_bytes),
+        f"{source.name}: {shared_bytes} bytes",
+    )
     return function
+
+
+_collected: list[list[Source]] = []
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Source]]:
+    """Launch nothing inside; return what would have been launched."""
+    sources: list[Source] = []
+    _collected.append(sources)
+    try:
+        yield sources
+    finally:
+        _collected.pop()
 
 
 def compile_ahead(sources: list[Source], device: torch.device) -> None:
     """Compile kernels side by side, into the cache."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda source: compiled(source, architecture(index)), sources))
+        list(pool.map(lambda source: compiled(source, architecture(index)), dict.fromkeys(sources)))
 
 
 def packed(arguments: tuple[Argument, ...]) -> tuple[ctypes.Array[ctypes.c_void_p], list[object]]:
-    """Return pointers to the arguments' values as a launch takes them, and the values, which must outlive it."""
+    """Return pointers to the arguments' values, as a launch takes them, and the values, to be kept till then."""
     values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -88,7 +112,13 @@ def packed(arguments: tuple[Argument, ...]) -> tuple[ctypes.Array[ctypes.c_void_
 
 
 def launch(
-    source: Source, grid: int, threads: int, shared_bytes: int, arguments: tuple[Argument, ...], *, early: bool
+    source: Source,
+    grid: int,
+    threads: int,
+    shared_bytes: int,
+    arguments: tuple[Argument, ...],
+    *,
+    early: bool,
 ) -> None:
     """Launch a kernel on the current stream.
 
@@ -103,12 +133,23 @@ def launch(
     Raises:
         RuntimeError: If the driver refuses; errors of the kernel itself come later, as CUDA's do.
     """
+    if _collected:
+        _collected[-1].append(source)
+        return
     device = torch.cuda.current_device()
     function = _function(source, device, shared_bytes)
     attribute = _Attribute(_EARLY_LAUNCH, b"", 1, b"")
     configuration = _Configuration(
-        grid, 1, 1, threads, 1, 1, shared_bytes, torch.cuda.current_stream(device).cuda_stream,
-        ctypes.pointer(attribute), int(early),
+        grid,
+        1,
+        1,
+        threads,
+        1,
+        1,
+        shared_bytes,
+        torch.cuda.current_stream(device).cuda_stream,
+        ctypes.pointer(attribute),
+        int(early),
     )
     pointers, _values = packed(arguments)
     _check(_cuda().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None), source.name)

@@ -181,22 +181,28 @@ def run_experts(
     tables = _routing_bytes(experts, mlp.top_k, cols)
     programs = 2 * multiprocessors(hidden.device)
     up = Source.of("experts_up", K=d, RING=_ring(d // THREADS), **constants)
-    arguments = (normed, scores, mlp.bias, mlp.gate_up, shared_rows, routing.act, shared_act)
+    up_arguments = (normed, scores, mlp.bias, mlp.gate_up, shared_rows, routing.act, shared_act)
     launch_kernel(
         up,
         programs,
         THREADS,
         cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + tables,
-        (*arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
+        (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
         launch,
     )
     down = Source.of("experts_down", N=d, RING=_ring(f // THREADS), **constants)
-    arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)
+    down_arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)
     launch_kernel(
         down,
         min(d // 8, programs),
         THREADS,
         cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2 + WARPS * cols * 16 * 4 + tables,
-        (*arguments, num_rows, float(mlp.softcap), float(mlp.scaling), 0 if tap is None else tap.stride(0)),
+        (
+            *down_arguments,
+            num_rows,
+            float(mlp.softcap),
+            float(mlp.scaling),
+            0 if tap is None else tap.stride(0),
+        ),
         launch,
     )

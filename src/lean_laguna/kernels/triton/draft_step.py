@@ -15,7 +15,7 @@ from lean_laguna.kernels.triton.head import sample
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import project
-from lean_laguna.kernels.triton.step import Inputs, Scratch, run_layer
+from lean_laguna.kernels.triton.step import Inputs, LayerRunner, Scratch, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.kernels.triton.weights import DrafterWeights
 
@@ -36,6 +36,7 @@ class DraftStep:
         token_map: [V] int what to add to a reduced vocabulary's ids, or None.
         launch: Columns, early launch, programs.
         tiles: By kernel class.
+        layer: Runs one layer: ``run_layer``, or what stands in for it.
     """
 
     weights: DrafterWeights
@@ -49,6 +50,7 @@ class DraftStep:
     token_map: Tensor | None = None
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
+    layer: LayerRunner = run_layer
 
     def append_context(self, taps: Tensor) -> None:
         """Write context keys and values of the rows just verified; rejected ones are overwritten later.
@@ -93,7 +95,7 @@ class DraftStep:
         embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)
         for i, layer in enumerate(weights.layers):
             cache = (self.cache[0][i], self.cache[1][i])
-            run_layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
+            self.layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
         rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
         sample(
             scratch.normed,

@@ -16,7 +16,6 @@ from lean_laguna.kernels.triton.primitives import (
     prefetch_rows,
     product,
     silu_times,
-    wait_for_inputs,
     wait_with_rows,
 )
 
@@ -143,7 +142,6 @@ def _gate_up_kernel(
     scores_ptr,
     normed_ptr,
     act_ptr,
-    ahead_ptr,
     num_rows_ptr,
     eps,
     x_stride,
@@ -156,8 +154,6 @@ def _gate_up_kernel(
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -166,57 +162,52 @@ def _gate_up_kernel(
     PAIR_BLOCKS: tl.constexpr = (F + HALF - 1) // HALF
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_N)
-    if pid < SCORE_BLOCKS + PAIR_BLOCKS:
-        f0 = (pid - SCORE_BLOCKS) * HALF
-        pair_row = E + tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1))
-        n = tl.where(pid < SCORE_BLOCKS, tl.minimum(pid * BLOCK_N + i, E - 1), pair_row)
-        rows = n.to(tl.int64) * K
-        prefetch_rows(w_ptr, rows, PREFETCH)
-        col = tl.arange(0, COLS)
-        num_rows = wait_with_rows(num_rows_ptr, PDL, False)
-        live = col < num_rows
-        inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
-        acc = product(
-            w_ptr,
-            rows,
-            x_ptr,
-            x_stride,
-            live,
-            inverse,
-            norm_ptr,
-            K,
-            BLOCK_N,
-            BLOCK_K,
-            SPLIT,
-            COLS,
-            STAGES,
-            True,
+    f0 = (pid - SCORE_BLOCKS) * HALF
+    pair_row = E + tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1))
+    n = tl.where(pid < SCORE_BLOCKS, tl.minimum(pid * BLOCK_N + i, E - 1), pair_row)
+    rows = n.to(tl.int64) * K
+    prefetch_rows(w_ptr, rows, PREFETCH)
+    col = tl.arange(0, COLS)
+    num_rows = wait_with_rows(num_rows_ptr, PDL, False)
+    live = col < num_rows
+    inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
+    acc = product(
+        w_ptr,
+        rows,
+        x_ptr,
+        x_stride,
+        live,
+        inverse,
+        norm_ptr,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT,
+        COLS,
+        STAGES,
+        True,
+    )
+    DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+    if pid < SCORE_BLOCKS:
+        e = pid * BLOCK_N + i
+        tl.store(
+            scores_ptr + col[None, :] * E + e[:, None],
+            acc.to(DTYPE),
+            mask=live[None, :] & (e < E)[:, None],
         )
-        DTYPE: tl.constexpr = act_ptr.dtype.element_ty
-        if pid < SCORE_BLOCKS:
-            e = pid * BLOCK_N + i
-            tl.store(
-                scores_ptr + col[None, :] * E + e[:, None],
-                acc.to(DTYPE),
-                mask=live[None, :] & (e < E)[:, None],
-            )
-        else:
-            f = f0 + tl.arange(0, HALF)
-            act = silu_times(acc, DTYPE, HALF, COLS)
-            tl.store(act_ptr + col[None, :] * F + f[:, None], act, mask=live[None, :] & (f < F)[:, None])
-        if E > 0:
-            # One row a program, so that nobody waits: the routed experts read x normalised.
-            for row in range(pid, num_rows, SCORE_BLOCKS + PAIR_BLOCKS):
-                own = tl.sum(tl.where(col == row, inverse, 0.0), 0)
-                for start in tl.static_range(0, K, NORM_BLOCK):
-                    k = start + tl.arange(0, NORM_BLOCK)
-                    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
-                    g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-                    tl.store(normed_ptr + row * K + k, normalise(x, own, g), mask=k < K)
     else:
-        wait_for_inputs(PDL, False)
-        ahead = (pid - SCORE_BLOCKS - PAIR_BLOCKS) * AHEAD_ROWS + tl.arange(0, AHEAD_ROWS)
-        prefetch_rows(ahead_ptr, ahead.to(tl.int64) * (AHEAD_BYTES // 2), AHEAD_BYTES)
+        f = f0 + tl.arange(0, HALF)
+        act = silu_times(acc, DTYPE, HALF, COLS)
+        tl.store(act_ptr + col[None, :] * F + f[:, None], act, mask=live[None, :] & (f < F)[:, None])
+    if E > 0:
+        # One row a program, so that nobody waits: the routed experts read x normalised.
+        for row in range(pid, num_rows, SCORE_BLOCKS + PAIR_BLOCKS):
+            own = tl.sum(tl.where(col == row, inverse, 0.0), 0)
+            for start in tl.static_range(0, K, NORM_BLOCK):
+                k = start + tl.arange(0, NORM_BLOCK)
+                x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
+                g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+                tl.store(normed_ptr + row * K + k, normalise(x, own, g), mask=k < K)
 
 
 def gate_up(
@@ -231,8 +222,6 @@ def gate_up(
     *,
     scores: Tensor | None = None,
     normed: Tensor | None = None,
-    ahead: Tensor | None = None,
-    ahead_programs: int = 0,
 ) -> None:
     """Normalise, then gate, up and SiLU; with ``scores``, the router's logits beside them.
 
@@ -247,22 +236,17 @@ def gate_up(
         launch: What the launches of a step share.
         scores: [MAX_ROWS, E], written: router logits.
         normed: [MAX_ROWS, K], written with ``scores``: x normalised.
-        ahead: Weights (2-byte) that a later kernel streams and whose start the memory system may fetch
-            meanwhile.
-        ahead_programs: Programs that fetch ``ahead``, 32 KiB each; 0 for none.
     """
     K, F = weight.shape[1], act.shape[1]
     E = weight.shape[0] - 2 * F
     blocks = cdiv(E, tile.block_n) + cdiv(F, tile.block_n // 2)
-    programs = ahead_programs if launch.can_prefetch and ahead is not None else 0
-    _gate_up_kernel[(blocks + programs,)](
+    _gate_up_kernel[(blocks,)](
         x,
         norm,
         weight,
         act if scores is None else scores,
         act if normed is None else normed,
         act,
-        weight if ahead is None else ahead,
         num_rows,
         eps,
         x.stride(0),
@@ -275,8 +259,6 @@ def gate_up(
         COLS=launch.cols,
         STAGES=tile.stages,
         NORM_BLOCK=min(256, power_of_two(K)),
-        AHEAD_ROWS=32,
-        AHEAD_BYTES=1024 if programs else 0,
         PREFETCH=launch.prefetched(tile, K * weight.element_size()),
         PDL=launch.pdl,
         **launch.options(tile.warps),

@@ -6,6 +6,7 @@ on the host depends on it. Six to seven kernels a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -144,8 +145,6 @@ def run_layer(
     *,
     eps: float,
     tap: Tensor | None = None,
-    ahead: Tensor | None = None,
-    ahead_programs: int = 0,
 ) -> None:
     """Run one decoder layer on ``scratch.hidden``, in place.
 
@@ -159,8 +158,6 @@ def run_layer(
         launch: What the launches of a step share.
         eps: RMSNorm epsilon.
         tap: [MAX_ROWS, D], written with the residual stream after this layer, or None.
-        ahead: The next layer's first weight, which the memory system may fetch while it idles.
-        ahead_programs: How much of it, 32 KiB a program.
     """
     attention, mlp, rows = layer.attention, layer.mlp, inputs.rows
     shape = attention.shape
@@ -175,10 +172,10 @@ def run_layer(
         gate_up(hidden, mlp.norm, mlp.gate_up, act, n, eps, tiles.dense_gate_up, launch)
         project(act, mlp.down, hidden, n, tiles.dense_down, launch, residual=hidden, tap=tap)
         return
-    _run_experts(mlp, n, scratch, tiles, launch, eps, tap, (ahead, ahead_programs))
+    run_experts(mlp, n, scratch, tiles, launch, eps, tap)
 
 
-def _run_experts(
+def run_experts(
     mlp: SparseWeights,
     n: Tensor,
     scratch: Scratch,
@@ -186,10 +183,9 @@ def _run_experts(
     launch: Launch,
     eps: float,
     tap: Tensor | None,
-    next_weight: tuple[Tensor | None, int],
 ) -> None:
     """Run a mixture of experts with its router and shared expert on ``scratch.hidden``, in place."""
-    hidden, (ahead, ahead_programs) = scratch.hidden, next_weight
+    hidden = scratch.hidden
     act, scores = rows_of(scratch.act, mlp.shared_down.shape[1]), rows_of(scratch.scores, mlp.bias.shape[0])
     gate_up(
         hidden,
@@ -202,8 +198,6 @@ def _run_experts(
         launch,
         scores=scores,
         normed=scratch.normed,
-        ahead=ahead,
-        ahead_programs=ahead_programs,
     )
     expert_gate_up(
         scratch.normed,
@@ -232,6 +226,10 @@ def _run_experts(
     )
 
 
+LayerRunner = Callable[..., None]
+"""Called as ``run_layer`` is."""
+
+
 @dataclass
 class TargetStep:
     """One step of the target; owns nothing, so that graphs of several widths share all buffers.
@@ -247,7 +245,7 @@ class TargetStep:
         logits: [MAX_ROWS, V] float32, written, or None.
         launch: Columns, early launch, programs.
         tiles: By kernel class.
-        ahead_programs: See ``run_layer``.
+        layer: Runs one layer: ``run_layer``, or what stands in for it.
     """
 
     weights: TargetWeights
@@ -260,10 +258,15 @@ class TargetStep:
     logits: Tensor | None = None
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
-    ahead_programs: int = 0
+    layer: LayerRunner = run_layer
 
     def run(self) -> None:
         """Launch the step: input ids to sampled tokens, K/V appended, taps written."""
+        self.fill()
+        self.choose()
+
+    def fill(self) -> None:
+        """Launch all but the head: input ids to ``scratch.normed``, K/V appended, taps written."""
         weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
         rows = inputs.rows
         embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch)
@@ -271,8 +274,7 @@ class TargetStep:
             tap = None
             if self.taps is not None and i in self.tap_layers:
                 tap = self.taps[:, self.tap_layers.index(i)]
-            after = weights.layers[i + 1].attention.qkv if i + 1 < len(weights.layers) else weights.head
-            run_layer(
+            self.layer(
                 layer,
                 self.caches.layers[i],
                 self.caches.tables[i],
@@ -282,10 +284,13 @@ class TargetStep:
                 launch,
                 eps=weights.eps,
                 tap=tap,
-                ahead=after,
-                ahead_programs=self.ahead_programs,
             )
         rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
+
+    def choose(self) -> None:
+        """Launch the step's last part alone: from ``scratch.normed``, after the final norm, to tokens."""
+        weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
+        rows = inputs.rows
         sample(
             scratch.normed,
             weights.head,

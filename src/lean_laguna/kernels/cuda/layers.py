@@ -1,0 +1,136 @@
+"""Decoder layers of a step: parts that the CUDA C++ kernels fit through them, others through Triton's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lean_laguna.kernels.cuda import attention as cuda_attention
+from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
+from lean_laguna.kernels.triton.attention import attend
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.projection import gate_up, project
+from lean_laguna.kernels.triton.step import Inputs, Scratch, rows_of, run_experts
+from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
+
+
+class CudaLayers:
+    """Runs layers; owns the attention's workspace, shared by all of them.
+
+    Made for layers of one dtype, BF16; a layer's parts that no kernel fits run on Triton. Which kernel a part
+    takes depends on its shape alone.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], device: torch.device):
+        """Set the workspace aside.
+
+        Args:
+            layers: Of the target and the drafter.
+            device: Where the weights are.
+        """
+        heads, splits, kv_heads = 1, 1, 1
+        for layer in layers:
+            shape = layer.attention.shape
+            heads, kv_heads = max(heads, shape.num_heads), max(kv_heads, shape.num_kv_heads)
+            splits = max(splits, cuda_attention.num_splits(shape, layer.rotary[0].shape[0]))
+        parts = MAX_ROWS * heads * splits
+        self._workspace = (
+            torch.zeros(parts * cuda_attention.HEAD_DIM, device=device),
+            torch.zeros(parts * 2, device=device),
+        )
+        self._arrived = torch.zeros(MAX_ROWS * kv_heads, dtype=torch.int32, device=device)
+        self._device = device
+
+    def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
+        """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
+        with collecting() as sources:
+            for run in runs:
+                run()
+        compile_ahead(sources, self._device)
+
+    def __call__(
+        self,
+        layer: LayerWeights,
+        cache: tuple[Tensor, Tensor],
+        table: Tensor,
+        inputs: Inputs,
+        scratch: Scratch,
+        tiles: Tiles,
+        launch: Launch,
+        *,
+        eps: float,
+        tap: Tensor | None = None,
+    ) -> None:
+        """Run one layer on ``scratch.hidden``, in place; see ``kernels.triton.step.run_layer``."""
+        self._attend(layer, cache, table, inputs, scratch, tiles, launch, eps)
+        mlp, hidden, n = layer.mlp, scratch.hidden, inputs.rows.num_rows
+        if isinstance(mlp, DenseWeights):
+            act = rows_of(scratch.act, mlp.down.shape[1])
+            if products.fits_project(mlp.gate_up, gated=True):
+                products.project(hidden, mlp.norm, mlp.gate_up, act, n, eps, launch, gated=True)
+            else:
+                gate_up(hidden, mlp.norm, mlp.gate_up, act, n, eps, tiles.dense_gate_up, launch)
+            self._add(act, mlp.down, hidden, n, tiles, launch, tap)
+        elif products.fits_experts(mlp):
+            scores = rows_of(scratch.scores, mlp.bias.shape[0])
+            act = rows_of(scratch.act, mlp.shared_down.shape[1])
+            products.run_experts(
+                mlp, hidden, scores, scratch.normed, act, scratch.routing, n, eps, launch, tap
+            )
+        else:
+            run_experts(mlp, n, scratch, tiles, launch, eps, tap)
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        cache: tuple[Tensor, Tensor],
+        table: Tensor,
+        inputs: Inputs,
+        scratch: Scratch,
+        tiles: Tiles,
+        launch: Launch,
+        eps: float,
+    ) -> None:
+        attention, hidden, rows = layer.attention, scratch.hidden, inputs.rows
+        shape, n = attention.shape, rows.num_rows
+        qkv = rows_of(scratch.qkv, shape.width)
+        heads = rows_of(scratch.heads, shape.num_heads * shape.head_dim)
+        if products.fits_project(attention.qkv):
+            products.project(hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch)
+        else:
+            project(hidden, attention.qkv, qkv, n, tiles.qkv, launch, norm=attention.input_norm, eps=eps)
+        norms = (attention.q_norm, attention.k_norm)
+        if cuda_attention.fits_attention(shape):
+            workspace = self._workspace
+            cuda_attention.attend(
+                qkv,
+                heads,
+                norms,
+                layer.rotary,
+                cache,
+                table,
+                rows,
+                workspace,
+                self._arrived,
+                shape,
+                launch,
+                eps=eps,
+            )
+        else:
+            attend(
+                qkv, heads, norms, layer.rotary, cache, table, rows, scratch.partial, shape, launch, eps=eps
+            )
+        self._add(heads, attention.out, hidden, n, tiles, launch, None)
+
+    @staticmethod
+    def _add(
+        x: Tensor, weight: Tensor, hidden: Tensor, n: Tensor, tiles: Tiles, launch: Launch, tap: Tensor | None
+    ) -> None:
+        if products.fits_project_add(weight):
+            products.project_add(x, weight, hidden, n, launch, tap)
+        else:
+            project(x, weight, hidden, n, tiles.out, launch, residual=hidden, tap=tap)
