@@ -49,13 +49,33 @@ class ToolSchemas:
         """Return whether a tool of this name is on offer."""
         return name in self._parameters
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tools, in the order given."""
+        return tuple(self._parameters)
+
+    def root(self, tool: str) -> Mapping[str, Any]:
+        """Return a tool's whole schema; empty for an unknown tool."""
+        return self._parameters.get(tool, {})
+
+    def properties(self, tool: str) -> Mapping[str, Any]:
+        """Return the schemas of a tool's arguments, by name."""
+        found = _resolved(self.root(tool), self.root(tool)).get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+    def required(self, tool: str) -> frozenset[str]:
+        """Return the arguments that a call must have."""
+        found = _resolved(self.root(tool), self.root(tool)).get("required")
+        return (
+            frozenset(name for name in found if isinstance(name, str))
+            if isinstance(found, list)
+            else frozenset()
+        )
+
     def types(self, tool: str, argument: str) -> frozenset[str]:
         """Return the JSON types allowed for an argument; all of them where the schema says nothing."""
-        root = self._parameters.get(tool, {})
-        properties = _resolved(root, root).get("properties")
-        schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        if schema is None:
-            schema = root.get("additionalProperties")
+        root = self.root(tool)
+        schema = self.properties(tool).get(argument, root.get("additionalProperties"))
         return allowed_types(schema, root)
 
 

@@ -1,8 +1,8 @@
 """Output that follows a JSON schema, a regular expression, a choice or a grammar, with any drafter.
 
-llguidance tells which tokens may follow a prefix; the walk over drafted rows, and the way back when they are
-rejected, is here. Where the grammar leaves one text only, llguidance allows its usual tokens alone, so that a
-draft of them is always accepted.
+llguidance tells which tokens may follow a prefix; the walk over drafted rows, which leaves no trace where
+they are rejected, is here. Where the grammar leaves one text only, llguidance allows its usual tokens alone,
+so that a draft of them is always accepted.
 
 Where the prompt leaves the thinking open, the grammar begins after it; until then only the end of the
 sequence is withheld, since the answer that the grammar describes is yet to come.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PARAM = "structured_outputs"
 # A weak model may go on with white space for ever, where JSON has no end to it.
-_SOME_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+SOME_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _NUM_KEPT = 32
 
 
@@ -50,7 +50,7 @@ def grammar_text(structured: StructuredOutputs) -> str:
         schema = '{"type": "object"}' if structured.json is None else structured.json
         space: Any = {"whitespace_flexible": False}
         if not structured.disable_any_whitespace:
-            space = {"whitespace_flexible": True, "whitespace_pattern": _SOME_SPACE}
+            space = {"whitespace_flexible": True, "whitespace_pattern": SOME_SPACE}
         try:
             return LLMatcher.grammar_from_json_schema(schema, overrides=space)
         except ValueError as error:
@@ -175,24 +175,27 @@ class GrammarConstraint:
 
     def restrict(self, scores: NDArray[np.float64], draft_token_ids: Sequence[int], first_row: int) -> None:
         """Leave what the grammar allows; see `Constraint.restrict`."""
-        num_rows, num_consumed = len(scores), 0
+        num_indices = first_row + len(scores)
+        # Drafts walk on a copy, which costs microseconds; rolling back does not work for every grammar.
+        matcher = self._matcher.deep_copy() if num_indices > 1 else self._matcher
         think_end_id, has_ended = self._think_end_id, self._has_ended
-        for index in range(first_row + num_rows):
+        for index in range(num_indices):
             if index:
                 draft = draft_token_ids[index - 1]
                 if think_end_id is not None:
                     think_end_id = None if draft == think_end_id else think_end_id
                 elif draft in self._eos_token_ids:
                     has_ended = True
-                elif has_ended or draft < 0 or not self._matcher.validate_tokens([draft]):
+                elif has_ended or draft < 0 or not matcher.validate_tokens([draft]):
                     break  # nothing stands after a draft that the grammar forbids
                 else:
-                    self._matcher.consume_token(draft)
-                    num_consumed += 1
-            if index >= first_row:
-                self._mask(scores[index - first_row], think_end_id is not None, has_ended)
-        if num_consumed:
-            self._matcher.rollback(num_consumed)
+                    matcher.consume_token(draft)
+            if index < first_row:
+                continue
+            if think_end_id is None:
+                self._mask(scores[index - first_row], matcher, has_ended)
+            else:
+                scores[index - first_row, list(self._eos_token_ids)] = -np.inf
 
     def forced_tokens(self, limit: int) -> list[int]:
         """Return what the grammar's text must go on with, as the tokenizer would write it."""
@@ -200,15 +203,12 @@ class GrammarConstraint:
             return []
         return self._matcher.compute_ff_tokens()[:limit]
 
-    def _mask(self, row: NDArray[np.float64], is_thinking: bool, has_ended: bool) -> None:
-        if is_thinking:
-            row[list(self._eos_token_ids)] = -np.inf
-            return
-        if has_ended or self._matcher.is_stopped():
+    def _mask(self, row: NDArray[np.float64], matcher: LLMatcher, has_ended: bool) -> None:
+        if has_ended or matcher.is_stopped():
             allowed = np.zeros(len(row), dtype=bool)
             allowed[list(self._eos_token_ids)] = True
         else:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             allowed = np.unpackbits(bits, count=len(row), bitorder="little").astype(bool)
         row[~allowed] = -np.inf
         if np.isneginf(row).all():  # other options banned all that fits: the grammar comes first

@@ -1,0 +1,109 @@
+"""A grammar that makes a reply call a tool, for ``tool_choice`` "required" or a function's name.
+
+The reply is calls in the ``poolside_v1`` syntax and nothing else, after the thinking where that is on. The
+arguments come in the schema's order, those not required may be left out. An argument that may be a string is
+free text, as the model writes strings bare; any other is JSON that follows its schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lean_laguna.core.errors import RequestError
+from lean_laguna.core.structured_outputs import StructuredOutputs
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.argument_types import ToolSchemas
+from lean_laguna.server.reply_tool_calls import (
+    CALL_END,
+    CALL_START,
+    KEY_END,
+    KEY_START,
+    VALUE_END,
+    VALUE_START,
+)
+from lean_laguna.spec.grammar import SOME_SPACE
+
+REFERENCE_KEYS = ("$defs", "definitions")
+
+
+def forced_calls(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    line_layout: bool = False,
+    parallel: bool = True,
+) -> StructuredOutputs:
+    """Return what the reply's text must be.
+
+    Args:
+        tools: On offer, as the client sent them.
+        choice: "required", or an object that names a function.
+        tokenizer: Tells which tags are tokens of their own.
+        line_layout: Whether the template puts tags on lines of their own.
+        parallel: Whether several calls may follow each other; a named function is called once.
+
+    Raises:
+        RequestError: No tool has the name.
+    """
+    schemas = ToolSchemas(tools)
+    names = schemas.names
+    if choice != "required":
+        name = _chosen_name(choice)
+        if name not in schemas:
+            raise RequestError(
+                f"tool_choice names the function {name!r}, which is not among the tools: {', '.join(names)}",
+                param="tool_choice",
+            )
+        names, parallel = (name,), False
+    start, end = _tag(CALL_START, tokenizer), _tag(CALL_END, tokenizer)
+    line = '"\\n" ' if line_layout else ""
+    optional_line = '"\\n"? ' if line_layout else ""
+    more = f" ({optional_line}call)*" if parallel else ""
+    rules = [f"start: {optional_line}call{more}"]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(names))))
+    for i, name in enumerate(names):
+        arguments = _arguments(schemas, name, f"value_{i}", line, rules)
+        rules.append(f"call_{i}: {start} {json.dumps(name, ensure_ascii=False)} {line}{arguments}{end}")
+    return StructuredOutputs(grammar="\n".join(rules))
+
+
+def _arguments(schemas: ToolSchemas, name: str, prefix: str, line: str, rules: list[str]) -> str:
+    """Return the arguments' part of a call, and add the rules of their values."""
+    required = schemas.required(name)
+    parts = []
+    for j, (key, schema) in enumerate(schemas.properties(name).items()):
+        value = f"{prefix}_{j}"
+        rules.append(_value_rule(value, schema, schemas, name, key))
+        opening = json.dumps(f"{KEY_START}{key}{KEY_END}", ensure_ascii=False)
+        part = f"{opening} {line}{json.dumps(VALUE_START)} {value} {line}"
+        parts.append(part if key in required else f"({part.rstrip()})? ")
+    return "".join(parts)
+
+
+def _value_rule(rule: str, schema: Any, schemas: ToolSchemas, name: str, key: str) -> str:
+    """Return the rule of a value with its closing tag."""
+    if "string" not in schemas.types(name, key):
+        root = schemas.root(name)
+        space = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SOME_SPACE}}
+        document = {**space, **{k: root[k] for k in REFERENCE_KEYS if k in root}, **schema}
+        return f"{rule}: %json {json.dumps(document)} {json.dumps(VALUE_END)}"
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(choices, list) and all(isinstance(text, str) and text for text in choices) and choices:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
+        return f"{rule}: ({texts}) {json.dumps(VALUE_END)}"
+    return f"{rule}[suffix={json.dumps(VALUE_END)}]: /(?s:.*)/"
+
+
+def _tag(tag: str, tokenizer: Tokenizer) -> str:
+    token = tokenizer.token_to_id(tag)
+    return json.dumps(tag) if token is None else f"<[{token}]>"
+
+
+def _chosen_name(choice: str | Mapping[str, Any]) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    function = choice.get("function", choice)
+    return function.get("name") if isinstance(function, Mapping) else None

@@ -1,0 +1,122 @@
+"""A reply that must call a tool does, with arguments that follow the schema, whatever the model likes."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from lean_laguna.core.errors import RequestError
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.models.catalog import ASSETS
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.reply_events import Reply
+from lean_laguna.server.reply_parser import ReplyParser
+from lean_laguna.server.tool_grammar import forced_calls
+from lean_laguna.spec.grammar import GrammarCompiler
+from support.decoding import ToyTarget, decode, forced_drafter, new_request, random_drafter
+
+VOCAB = 4096
+OPTIONS = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+        "options": {"$ref": "#/$defs/Options"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+    "$defs": {"Options": OPTIONS},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_dir(ASSETS / "laguna-nano")
+
+
+class CallingTarget(ToyTarget):
+    """Likes to close values and calls, more than chance has it."""
+
+    def __init__(self, tokenizer, salt):
+        super().__init__(VOCAB, salt)
+        closing = tokenizer.encode("</arg_value>")
+        self.following = dict(itertools.pairwise(closing))
+        self.favoured = [closing[0], *tokenizer.encode("\n</tool_call>"), *tokenizer.eos_token_ids]
+
+    def row(self, tokens):
+        scores = super().row(tokens)
+        scores[self.favoured] += 8
+        if tokens[-1] in self.following:
+            scores[self.following[tokens[-1]]] += 20
+        return scores
+
+
+def check_call(call):
+    arguments = json.loads(call.arguments)
+    assert call.is_complete
+    if call.name == "now":
+        assert arguments == {}
+        return
+    assert call.name == "weather"
+    assert {"city", "days"} <= set(arguments) <= set(WEATHER["properties"])
+    assert isinstance(arguments["city"], str)
+    assert arguments["days"] in range(1, 10)
+    assert arguments.get("unit", "C") in ("C", "F")
+    assert isinstance(arguments.get("options", {"deep": True})["deep"], bool)
+
+
+@pytest.mark.parametrize("line_layout", [False, True], ids=["one line", "lines"])
+@pytest.mark.parametrize("choice", ["required", NOW, {"type": "function", "name": "weather"}], ids=str)
+def test_a_forced_reply_is_calls_and_nothing_else(tokenizer, choice, line_layout):
+    structured = forced_calls(TOOLS, choice, tokenizer, line_layout=line_layout)
+    compiler = GrammarCompiler(tokenizer, VOCAB)
+    num_stopped = 0
+    for seed in range(4):
+        target = CallingTarget(tokenizer, seed)
+        params = SamplingParams(temperature=seed % 2, max_tokens=120, structured_outputs=structured)
+
+        def fresh(params=params, target=target, seed=seed):
+            constraint = compiler.constraint(structured, [], None)
+            eos = tokenizer.eos_token_ids
+            return new_request(target, [70], params, seed=seed, eos_token_ids=eos, constraints=[constraint])
+
+        plain = decode(target, fresh())
+        for drafter in (forced_drafter(15), random_drafter(VOCAB, 3, random.Random(seed))):
+            assert decode(target, fresh(), drafter).outcome() == plain.outcome()
+        parser = ReplyParser(TOOLS, line_layout=line_layout)
+        events = parser.push(tokenizer.decode(plain.token_ids, skip_special_tokens=True))
+        reply = Reply.from_events(events + parser.finish(plain.finish_reason))
+        assert reply.reasoning is None
+        assert reply.content is None
+        if plain.finish_reason == "stop":
+            num_stopped += 1
+            assert parser.finish_reason("stop") == "tool_calls"
+            for call in reply.tool_calls:
+                check_call(call)
+            if choice != "required":
+                assert [call.name for call in reply.tool_calls] == [choice.get("function", choice)["name"]]
+    assert num_stopped >= 2
+
+
+def test_one_call_only_where_parallel_calls_are_off(tokenizer):
+    compiler = GrammarCompiler(tokenizer, VOCAB)
+    for parallel in (True, False):
+        structured = forced_calls(TOOLS, "required", tokenizer, parallel=parallel)
+        constraint = compiler.constraint(structured, [], None)
+        twice = tokenizer.encode("<tool_call>now</tool_call>") * 2
+        assert constraint._matcher.validate_tokens(twice) == (len(twice) if parallel else len(twice) // 2)
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "fly"}}, {}, "anything"])
+def test_a_name_that_is_not_on_offer_is_refused(tokenizer, choice):
+    with pytest.raises(RequestError, match="not among the tools: weather, now") as refused:
+        forced_calls(TOOLS, choice, tokenizer)
+    assert refused.value.param == "tool_choice"
