@@ -1,4 +1,4 @@
-"""Attention of decode and verify rows in CUDA C++: norm, rotation, KV append, attention and gate in one kernel."""
+"""Attention of decode and verify rows in CUDA C++: one kernel, from raw q, k and v to gated heads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attend(
     *,
     eps: float,
 ) -> None:
-    """Append the live rows' keys and values to the cache, then attend, as ``kernels.triton.attention.attend``.
+    """Append the live rows' keys and values to the cache, then attend, as Triton's ``attend`` does.
 
     Args:
         qkv: [MAX_ROWS, shape.width] bf16, packed.

@@ -98,7 +98,7 @@ def compile_ahead(sources: list[Source], device: torch.device) -> None:
 
 
 def packed(arguments: tuple[Argument, ...]) -> tuple[ctypes.Array[ctypes.c_void_p], list[object]]:
-    """Return pointers to the arguments' values, as a launch takes them, and the values, to be kept till then."""
+    """Return pointers to the arguments' values, as a launch takes them, and the values, to keep till then."""
     values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
     for argument in arguments:
         if isinstance(argument, Tensor):

@@ -13,9 +13,8 @@ if not HAS_GPU and shutil.which("g++") is None:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     if not HAS_GPU:
-        from support.cuda_emulation import emulate
-
         from lean_laguna.kernels.cuda import attention, products
+        from support.cuda_emulation import emulate
 
         for module in (attention, products):
             monkeypatch.setattr(module, "launch_kernel", emulate)

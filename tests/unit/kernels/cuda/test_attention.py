@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from support.kernel_twins import EPS, Scene
 
 from lean_laguna.kernels.cuda import attention as module
 from lean_laguna.kernels.cuda.attention import attend, num_splits
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch
+from support.kernel_twins import EPS, Scene
 
 FULL = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=128, rotary_dim=64)
 SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=128, window=70)
