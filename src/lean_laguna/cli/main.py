@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
 
 PROG = "lean-laguna"
-COMMANDS = ("generate", "serve", "bench", "sweep", "parity", "train", "inspect", "plan")
+COMMANDS = ("generate", "serve", "bench", "sweep", "parity", "train", "inspect", "plan", "convert")
 OK, CHECK_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 HELP = """\
 usage: lean-laguna COMMAND [options]
@@ -29,6 +29,7 @@ Laguna code models with speculative decoding that never changes the output.
   train      train a tokenizer, a target or a drafter from a recipe
   inspect    what is quantised how, bytes per token, the ceiling in tok/s, what is missing
   plan       what fits on a card: weights, drafter, keys and values; the longest context
+  convert    a checkpoint into another: quantised, another context, another drafter format
 
   lean-laguna COMMAND --help    options and an example
   lean-laguna --version

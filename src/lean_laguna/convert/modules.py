@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from lean_laguna.models.quantised_reader import spellings
+
 _PATTERNS = {
     "experts": r"mlp\.experts\.\d+\.(?:gate|up|down)_proj$",
     "shared": r"mlp\.shared_experts?\.(?:gate|up|down)_proj$",
@@ -39,3 +41,8 @@ def fused_set(module: str) -> str:
     if match is None:
         return module
     return f"{match[1]}{'gate_up' if match[2] else 'qkv'}_proj"
+
+
+def plain_name(module: str) -> str:
+    """Return a module's name without prefixes and in one spelling, to compare checkpoints by."""
+    return spellings(module)[1].replace(".shared_experts.", ".shared_expert.")

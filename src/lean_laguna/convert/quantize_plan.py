@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lean_laguna.convert.modules import CLASSES, GROUPS, class_of
+from lean_laguna.convert.modules import CLASSES, GROUPS, class_of, plain_name
 from lean_laguna.convert.source import FLOATS, Source
 from lean_laguna.core.errors import ConfigError, nearest
 from lean_laguna.models.quantised_reader import spellings
@@ -123,11 +123,11 @@ def like_schemes(source: Source, model: Source) -> tuple[dict[str, WeightScheme]
     Raises:
         ConfigError: The other checkpoint quantises nothing that this one has unquantised.
     """
-    by_name = {_plain(module): scheme for module, scheme in model.quantised.items()}
+    by_name = {plain_name(module): scheme for module, scheme in model.quantised.items()}
     schemes: dict[str, WeightScheme] = {}
     notes: set[str] = set()
     for module in source.shapes:
-        scheme = by_name.get(_plain(module))
+        scheme = by_name.get(plain_name(module))
         if scheme is None or module in source.quantised:
             continue
         if scheme.activations == "static":
@@ -161,10 +161,6 @@ def as_written(scheme: WeightScheme) -> WeightScheme:
     """Return a scheme as it is written without data: no activation scales, compressed-tensors' names."""
     how: Activations = "none" if scheme.activations == "static" else scheme.activations
     return dataclasses.replace(scheme, activations=how, spelling="compressed-tensors")
-
-
-def _plain(module: str) -> str:
-    return spellings(module)[1].replace(".shared_experts.", ".shared_expert.")
 
 
 def matching(pattern: str, source: Source) -> list[str]:

@@ -91,7 +91,7 @@ class WeightEncoder:
         for first, piece, tensors in self.pieces(module):
             tensors.pop("weight_shape", None)  # of the piece
             for part, tensor in tensors.items():
-                row = 0 if part == "weight_global_scale" else self._stored_row(module, part, first)
+                row = 0 if part == "weight_global_scale" else self.stored_row(module, part, first)
                 writer.write(f"{module}.{part}", tensor, row)
             if is_checked:
                 error += self._compare(module, piece, tensors)
@@ -121,7 +121,7 @@ class WeightEncoder:
                     )
             yield first, piece, tensors
 
-    def _stored_row(self, module: str, part: str, first: int) -> int:
+    def stored_row(self, module: str, part: str, first: int) -> int:
         """Return the row of a stored tensor at which a piece from weight row ``first`` on begins."""
         scheme = self._schemes[module]
         if part == "weight_scale" and scheme.block is not None:

@@ -101,6 +101,10 @@ class QuantisedReader(CheckpointReader):
         entry = self._quantised.get(name)
         return None if entry is None else entry.scheme
 
+    def parts_of(self, name: str) -> Mapping[str, str]:
+        """Return the names in the files of a quantised weight's tensors, by their last part."""
+        return self._quantised[name].parts
+
     def get(self, name: str) -> Tensor:
         """Return a tensor, decoded to float32 where it is quantised.
 

@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
+from lean_laguna.cli.convert import CONVERSIONS
 from lean_laguna.cli.main import COMMANDS, HELP, main
 
 SCREEN_LINES, SCREEN_WIDTH = 24, 100
 
 
-PARSERS = [importlib.import_module(f"lean_laguna.cli.{name}").build_parser() for name in COMMANDS]
+# Of ``convert`` each conversion has its own.
+MODULES = [name for name in COMMANDS if name != "convert"] + list(CONVERSIONS.values())
+PARSERS = [importlib.import_module(f"lean_laguna.cli.{name}").build_parser() for name in MODULES]
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)

@@ -1,0 +1,277 @@
+"""``lean-laguna convert quantize``: weights in 4 or 8 bits, without data, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lean_laguna.cli.parser import Parser, one_of, whole
+from lean_laguna.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lean_laguna.cli.terminal import Terminal
+    from lean_laguna.convert.quantize import QuantizeResult
+    from lean_laguna.convert.source import Source
+    from lean_laguna.quant.scheme import WeightScheme
+
+_MAX_WORKERS = 64
+HELP = """\
+usage: lean-laguna convert quantize SOURCE DESTINATION --scheme NAME [options]
+
+Store the weights of a target or a drafter in 4 or 8 bits, as compressed-tensors and vLLM read them.
+Needs no data and little memory; all else is copied byte for byte. After a kill the same command
+goes on. Exit status 1 where --like finds differing bytes.
+
+  --scheme NAME             nvfp4, fp8-block, fp8-channel, int8, int4; int4:32 has groups of 32
+  --modules A+B             experts (routed and shared; usual), attention, dense, gates, head, fc,
+                            all (everything but norms, router, embeddings; usual for drafters)
+  --rule PATTERN=NAME       goes before --modules, repeatable: a word as above, a linear's name or
+                            re:EXPRESSION, and a scheme or keep
+  --group-size N            of int4 (128) and int8 (a scale per row)
+  --like DIR                as DIR stores the same linears; with --modules, as it stores experts.
+                            First makes DIR's own weights again and counts differing bytes
+  --like-source DIR         what DIR was made from, where SOURCE is not it
+  --check                   errors of the weights; --text FILE: perplexity and greedy agreement, on
+                            --max-text-tokens N (4096); for a drafter, --target NAME: acceptance on
+                            --prompts SET (mixed); --device auto|cpu|cuda
+  --workers N, --json       threads (all cores); one line of JSON last, nothing else on stdout
+
+example: lean-laguna convert quantize nano nano-nvfp4 --scheme nvfp4 --check
+"""
+
+
+def build_parser() -> Parser:
+    """Return the command's parser."""
+    parser = Parser("lean-laguna convert quantize", HELP)
+    parser.add_argument("source", nargs="?")
+    parser.add_argument("destination", nargs="?", type=Path)
+    parser.add_argument("--scheme")
+    parser.add_argument("--modules")
+    parser.add_argument("--rule", action="append", default=[])
+    parser.add_argument("--group-size", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--like")
+    parser.add_argument("--like-source")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--max-text-tokens", type=whole(2), default=4096)  # type: ignore[arg-type]
+    parser.add_argument("--target")
+    parser.add_argument("--prompts", default="mixed")
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--workers", type=whole(1, _MAX_WORKERS))  # type: ignore[arg-type]
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantise; returns 1 where ``--like`` finds differing bytes.
+
+    Raises:
+        LeanLagunaError: A mistake in the call or its input.
+    """
+    _check_words(args)
+    import torch
+
+    from lean_laguna.cli.terminal import Terminal
+    from lean_laguna.convert.quantize import quantize
+    from lean_laguna.convert.source import open_source
+    from lean_laguna.models.catalog import resolve_model
+
+    terminal = Terminal(is_json=args.json)
+    source = open_source(resolve_model(args.source))
+    text = _text(args, source)
+    workers = args.workers or os.cpu_count() or 1
+    report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
+    torch.set_num_threads(1)  # each of our threads has a weight of its own
+    schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
+    started = time.monotonic()
+    with terminal.progress() as show:
+        result = quantize(
+            source,
+            args.destination,
+            schemes,
+            num_workers=workers,
+            is_checked=args.check,
+            shares_divisors=shares_divisors,
+            progress=show,
+        )
+    report |= _describe(result, schemes, source, time.monotonic() - started)
+    torch.set_num_threads(workers)
+    _table(report, terminal)
+    if args.check:
+        report |= _quality(args, source, text, terminal)
+    terminal.json_line(report)
+    return status
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    if args.source is None or args.destination is None:
+        raise ConfigError("convert quantize needs a source and a destination folder")
+    if args.like is None and args.scheme is None and not args.rule:
+        raise ConfigError("convert quantize needs --scheme, --rule or --like")
+    if args.like is not None and (args.scheme or args.rule or args.group_size):
+        raise ConfigError("--like takes the scheme from a checkpoint; leave out --scheme and --rule")
+    if args.like_source is not None and args.like is None:
+        raise ConfigError("--like-source needs --like")
+    if (args.text or args.target) and not args.check:
+        raise ConfigError("--text and --target need --check")
+    if args.modules is not None and args.scheme is None and args.like is None:
+        raise ConfigError("--modules needs --scheme or --like")
+
+
+def _text(args: argparse.Namespace, source: Source) -> str | None:
+    """Return the text to check on, read before any work is done."""
+    if source.is_drafter and args.text:
+        raise ConfigError(f"{source.path} is a drafter: check it with --target, not with --text")
+    if not source.is_drafter and args.target:
+        raise ConfigError(f"{source.path} is a target: check it with --text, not with --target")
+    if args.text is None:
+        return None
+    try:
+        return str(args.text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text {args.text}: cannot be read as UTF-8 text: {error}") from None
+
+
+def _choose(
+    args: argparse.Namespace, source: Source, workers: int, terminal: Terminal, report: dict[str, Any]
+) -> tuple[dict[str, WeightScheme], bool, int]:
+    """Return the schemes, whether fused linears share divisors, and the exit status of the proof."""
+    from lean_laguna.convert.quantize_plan import Rule, group_rules, make_plan, parse_scheme
+
+    if args.like is not None:
+        return _like(args, source, workers, terminal, report)
+    rules = []
+    for text in args.rule:
+        pattern, equals, word = text.rpartition("=")
+        if not equals or not pattern:
+            raise ConfigError(f"--rule {text!r}: expected PATTERN=SCHEME, such as re:.*o_proj=int8")
+        rules.append(Rule(pattern, None if word == "keep" else parse_scheme(word, args.group_size)))
+    if args.scheme is not None:
+        words = args.modules or ("all" if source.is_drafter else "experts")
+        rules += group_rules(words, parse_scheme(args.scheme, args.group_size))
+    return make_plan(source, rules), True, 0
+
+
+def _like(
+    args: argparse.Namespace, source: Source, workers: int, terminal: Terminal, report: dict[str, Any]
+) -> tuple[dict[str, WeightScheme], bool, int]:
+    from lean_laguna.convert.quantize_plan import group_rules, like_schemes, make_plan, scheme_of_class
+    from lean_laguna.convert.quantize_proof import prove
+    from lean_laguna.convert.source import open_source
+    from lean_laguna.models.catalog import resolve_model
+
+    model = open_source(resolve_model(args.like))
+    if args.modules is not None:
+        schemes = make_plan(source, group_rules(args.modules, scheme_of_class(model, "experts")))
+    else:
+        schemes, notes = like_schemes(source, model)
+        for note in notes:
+            terminal.note(note)
+    original = source if args.like_source is None else open_source(resolve_model(args.like_source))
+    proof = prove(original, model, num_workers=workers)
+    report["proof"] = dataclasses.asdict(proof)
+    terminal.report(
+        f"{proof.num_differing_bytes:,} of {proof.num_bytes:,} bytes differ in {proof.num_modules:,} linears "
+        f"of {model.path}, made again from {original.path}"
+    )
+    if proof.differing_modules:
+        terminal.note(
+            f"{len(proof.differing_modules)} linears differ, such as {proof.differing_modules[0]}: they were "
+            "made from other weights, or with data"
+        )
+    return schemes, proof.has_shared_divisors, 1 if proof.num_differing_bytes else 0
+
+
+def _describe(
+    result: QuantizeResult, schemes: dict[str, WeightScheme], source: Source, seconds: float
+) -> dict[str, Any]:
+    from lean_laguna.convert.modules import class_of
+    from lean_laguna.convert.weight_encoder import WeightError
+    from lean_laguna.core.memory import peak_rss_bytes
+
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    errors: dict[tuple[str, str], WeightError] = {}
+    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    for module, scheme in schemes.items():
+        key = (str(class_of(module)), scheme.name)
+        row = rows.setdefault(key, {"class": key[0], "scheme": key[1], "num_modules": 0, "num_weights": 0})
+        row["num_modules"] += 1
+        row["num_weights"] += source.shapes[module][0] * source.shapes[module][1]
+        if module in result.errors:
+            error = result.errors[module]
+            errors[key] = errors.get(key, WeightError()) + error
+            worst[key] = max(worst.get(key, (0.0, "")), (error.relative, module))
+    for key, error in errors.items():
+        rows[key] |= {
+            "relative_error": error.relative,
+            "largest_error": error.largest,
+            "worst_module": worst[key][1],
+            "worst_relative_error": worst[key][0],
+        }
+    return {
+        "modules": list(rows.values()),
+        "source_bytes": result.source_bytes,
+        "written_bytes": result.written_bytes,
+        "num_resumed_files": result.num_resumed_files,
+        "conversion_s": seconds,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def _table(report: dict[str, Any], terminal: Terminal) -> None:
+    from rich.table import Table
+
+    has_errors = any("relative_error" in row for row in report["modules"])
+    heads = ["modules", "scheme", "linears", "weights"] + ["error", "worst", "worst linear"] * has_errors
+    table = Table(*heads, box=None)
+    for row in report["modules"]:
+        cells = [row["class"], row["scheme"], f"{row['num_modules']:,}", f"{row['num_weights']:,}"]
+        if has_errors:
+            cells += [
+                f"{row['relative_error']:.2%}",
+                f"{row['worst_relative_error']:.2%}",
+                row["worst_module"],
+            ]
+        table.add_row(*cells)
+    terminal.report(table)
+    terminal.report(
+        f"{report['source_bytes'] / 1e9:.3f} GB became {report['written_bytes'] / 1e9:.3f} GB in "
+        f"{report['conversion_s']:.1f} s, {report['peak_rss_bytes'] / 1e9:.2f} GB of memory: "
+        f"{report['destination']}"
+    )
+
+
+def _quality(
+    args: argparse.Namespace, source: Source, text: str | None, terminal: Terminal
+) -> dict[str, Any]:
+    from lean_laguna.convert.quality import compare_acceptance, compare_on_text
+    from lean_laguna.engine.loading import resolve_device, resolve_dtype
+
+    if text is not None:
+        device = resolve_device(args.device)
+        dtype = resolve_dtype("auto", device)
+        limit = args.max_text_tokens
+        found = compare_on_text(
+            source.path, args.destination, text, device=device, dtype=dtype, max_tokens=limit
+        )
+        terminal.report(
+            f"perplexity {found.perplexity_before:.3f} became {found.perplexity_after:.3f}, and the "
+            f"likeliest token is the same at {found.greedy_agreement:.1%} of {found.num_tokens:,} positions"
+        )
+        return {"text": dataclasses.asdict(found)}
+    if args.target is not None:
+        from lean_laguna.tasks.prompts import load_prompts
+
+        prompts = [prompt.prompt for prompt in load_prompts(args.prompts).prompts]
+        accepted = compare_acceptance(args.target, source.path, args.destination, prompts, device=args.device)
+        before, after = accepted.acceptance_length_before, accepted.acceptance_length_after
+        terminal.report(
+            f"mean acceptance length {before or 1:.3f} became {after or 1:.3f}, greedy, "
+            f"{accepted.num_speculative_tokens} drafts a step, {accepted.num_prompts} prompts"
+        )
+        return {"acceptance": dataclasses.asdict(accepted)}
+    return {}
