@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_thinking
 from lean_laguna.models.tokenizer import Tokenizer
@@ -13,12 +14,13 @@ from lean_laguna.server.conversation import Conversation, read_messages, read_to
 from lean_laguna.server.errors import bad_request
 from lean_laguna.server.output_format import structured_outputs
 from lean_laguna.server.reply_parser import ReplyParser
-from lean_laguna.server.reply_reasoning import ReasoningCounter
+from lean_laguna.server.reply_reasoning import ReasoningCounter, has_line_layout
 from lean_laguna.server.sampling import draft_length, sampling_params
 from lean_laguna.server.schemas import ChatRequest
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
 from lean_laguna.server.stream import Prompt
+from lean_laguna.server.tool_grammar import forced_calls
 
 _MARKUP = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")
 
@@ -58,7 +60,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
     """
     rendered, tools = render_chat(service, body)
     ids = await service.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
-    params = _params(service, body, len(ids))
+    params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
     return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
 
 
@@ -88,8 +90,29 @@ def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
         return []
     if not tools:
         raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
-    raise bad_request(
-        "tool_choice must be 'auto' or 'none' here: this server cannot yet force a call", "tool_choice"
+    return tools
+
+
+def required_output(
+    service: Service, body: ChatRequest, rendered: str, tools: list[dict[str, Any]]
+) -> StructuredOutputs | None:
+    """Return what the reply must be: its declared format, or calls where ``tool_choice`` asks for one.
+
+    Raises:
+        ApiError: 400, it asks for both.
+        RequestError: It names a function that is not on offer.
+    """
+    declared = structured_outputs(body)
+    if body.tool_choice in (None, "auto", "none"):
+        return declared
+    if declared is not None:
+        raise bad_request("tool_choice asks for a call, so the reply can have no other format", "tool_choice")
+    return forced_calls(
+        tools,
+        body.tool_choice,
+        service.tokenizer,
+        line_layout=has_line_layout(rendered),
+        parallel=body.parallel_tool_calls is not False,
     )
 
 
@@ -120,14 +143,16 @@ def thinking_budget(body: ChatRequest) -> int | None:
     return next(iter(found.values()), None)
 
 
-def _params(service: Service, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+def _params(
+    service: Service, body: ChatRequest, num_prompt_tokens: int, output: StructuredOutputs | None
+) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     fixed: dict[str, Any] = {
         "max_tokens": service.max_tokens(asked, num_prompt_tokens, "messages"),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "structured_outputs": structured_outputs(body),
+        "structured_outputs": output,
         "thinking_token_budget": thinking_budget(body),
     }
     if any(service.tokenizer.token_to_id(tag) in service.tokenizer.special_token_ids for tag in _MARKUP):
