@@ -8,11 +8,14 @@ Source: DSpark (arXiv 2607.05147); DeepSpec modeling/dspark/markov_head.py and c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.dspark_config import DSparkHeads
 from lean_laguna.models.dflash import DFlashDrafter
 
 
@@ -50,6 +53,15 @@ class DSparkDrafter(DFlashDrafter):
         if self.confidence_weight is not None and self.confidence_bias is not None:
             nn.init.zeros_(self.confidence_weight)
             nn.init.zeros_(self.confidence_bias)
+
+    def set_heads(self, heads: DSparkHeads) -> None:
+        """Take over another calibration; the heads' shapes stay."""
+        assert (heads.markov_rank, heads.has_confidence) == (
+            self.heads.markov_rank,
+            self.heads.has_confidence,
+        )
+        self.heads = heads
+        self.config = replace(self.config, dspark=heads)
 
     def markov_rows(self, previous: Tensor) -> Tensor:
         """Look up the rows of previous tokens, [...] int64 to [..., r]."""

@@ -74,6 +74,42 @@ def choose_compiled(
     return plain
 
 
+K = TypeVar("K")
+
+
+def fastest(
+    kinds: Sequence[K],
+    probe: Callable[[K], None],
+    *,
+    name: str,
+    device: torch.device,
+    report: Callable[[str], None],
+    repeats: int = 3,
+) -> K:
+    """Return the way that takes least time; one that fails is left out, if the device survives it.
+
+    Args:
+        kinds: Ways to do the same, the first of which must work.
+        probe: Runs one once on real shapes.
+        name: For the report.
+        device: Where it runs.
+        report: Receives one line.
+        repeats: Timed runs of each.
+    """
+    times: dict[K, float] = {}
+    for kind in kinds:
+        try:
+            probe(kind)
+            times[kind] = _seconds(probe, kind, device, repeats)
+        except RuntimeError as error:
+            if kind == kinds[0] or not _answers(device):
+                raise
+            report(f"{name}: {kind} fails: {(str(error).splitlines() or [''])[0][:160]}")
+    listed = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in times.items())
+    report(f"{name}: {listed}")
+    return min(times, key=lambda kind: times[kind])
+
+
 def _answers(device: torch.device) -> bool:
     """Say whether the device still computes: after an illegal access every later call fails, too."""
     try:
@@ -83,7 +119,7 @@ def _answers(device: torch.device) -> bool:
         return False
 
 
-def _seconds(probe: Callable[[F], None], function: F, device: torch.device, repeats: int) -> float:
+def _seconds(probe: Callable[[K], None], function: K, device: torch.device, repeats: int) -> float:
     _wait(device)
     started = time.perf_counter()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Training a DFlash drafter on its frozen target's own text; target states are captured, never stored."""
+"""Training a drafter on its frozen target's own text; target states are captured, never stored."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
-from lean_laguna.models.drafter_checkpoint import save_drafter
+from lean_laguna.models.drafter_checkpoint import load_drafter, make_drafter, save_drafter
 from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.train.block_attention import AttentionKind
 from lean_laguna.train.blocks import Blocks, make_blocks, sample_anchors
-from lean_laguna.train.compiling import CompileMode, choose_compiled
+from lean_laguna.train.compiling import CompileMode, choose_compiled, fastest
 from lean_laguna.train.drafter_eval import evaluate_kinds
-from lean_laguna.train.drafter_forward import capture, drafter_loss
+from lean_laguna.train.drafter_forward import TargetStates, capture, drafter_loss
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.loop import Echo, RunLog, print_event, train
+from lean_laguna.train.metrics import accepted_lengths
 from lean_laguna.train.recipe import DrafterRecipe
 from lean_laguna.train.run_state import STATE
 from lean_laguna.train.schedule import Budget
@@ -32,16 +37,50 @@ DEFAULT_COMPILE: CompileMode = "off"
 def build_drafter(
     recipe: DrafterRecipe, target: LagunaForCausalLM, device: torch.device, where: str
 ) -> DFlashDrafter:
-    """Make a drafter with fresh float32 weights for this target.
+    """Make a drafter with float32 weights for this target: fresh ones, or a warm start's where it has them.
 
     Raises:
-        ConfigError: The recipe's drafter does not fit the target.
+        ConfigError: The recipe's drafter does not fit the target, or the warm start does not fit the recipe.
     """
     config = DFlashConfig.from_dict(recipe.model, where)
     config.check_target(target.config, where)
-    drafter = DFlashDrafter(config)
+    if config.has_own_lm_head:
+        raise ConfigError(
+            f"{where}: 'draft_vocab_size' is {config.draft_vocab_size}; a drafter is trained with its "
+            f"target's lm_head, so it must be {config.vocab_size}"
+        )
+    if recipe.terms.confidence > 0 and (config.dspark is None or not config.dspark.has_confidence):
+        raise ConfigError(f"{where}: 'terms.confidence' is set, but the drafter has no confidence head")
+    drafter = make_drafter(config)
     drafter.init_weights(generator=torch.Generator().manual_seed(recipe.seed))
+    if recipe.warm_start:
+        _take_weights(drafter, load_drafter(resolve_model(recipe.warm_start), target.config), recipe, where)
     return drafter.to(device)
+
+
+def _take_weights(drafter: DFlashDrafter, source: DFlashDrafter, recipe: DrafterRecipe, where: str) -> None:
+    """Copy the block's weights, and the heads where the source has them; all or nothing of the block."""
+    theirs = source.state_dict()
+    heads = ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias")
+    mine = {
+        name: value for name, value in drafter.state_dict().items() if name in theirs or name not in heads
+    }
+    for name, value in mine.items():
+        found = theirs.get(name)
+        if found is None or found.shape != value.shape:
+            shape = "nothing" if found is None else f"shape {list(found.shape)}"
+            raise ConfigError(
+                f"{where}: 'warm_start' {recipe.warm_start} has {shape} for {name}, where the recipe's "
+                f"drafter has shape {list(value.shape)}"
+            )
+    for field in ("target_layer_ids", "mask_token_id", "layer_windows", "layer_causal"):
+        ours, given = getattr(drafter.config, field), getattr(source.config, field)
+        if ours != given:
+            raise ConfigError(
+                f"{where}: 'warm_start' {recipe.warm_start} was trained with '{field}' {given}, and the "
+                f"recipe's drafter has {ours}"
+            )
+    drafter.load_state_dict(drafter.state_dict() | {name: theirs[name] for name in mine})
 
 
 class DrafterTask:
@@ -64,6 +103,8 @@ class DrafterTask:
         self._order, self._order_epoch = torch.empty(0, dtype=torch.int64), -1
         self._loss = drafter_loss
         self._capture = capture
+        self._attention: AttentionKind = "dense"
+        self._details: dict[str, Tensor] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -73,24 +114,26 @@ class DrafterTask:
     @property
     def tokens_per_step(self) -> int:
         """Block rows per optimiser step, most steps."""
-        return self._recipe.batch_rows * self._recipe.anchors * self._recipe.short_block
+        recipe = self._recipe
+        return recipe.batch_rows * recipe.anchors * recipe.short_block * recipe.accumulate
 
     def warm_up(self, mode: CompileMode, report: Callable[[str], None]) -> None:
-        """Choose compiled or eager for the target's capture and for the drafter's step."""
+        """Choose how blocks attend, and compiled or eager for the capture and for the drafter's step."""
         device = self._head.device
         tokens = self._text.tokens[self._rows(0).to(device)].long()
         for rotary in (*self._target.rotary.values(), self._drafter.rotary):
             rotary.inverse_on(device)  # a first use inside a compiled step would compile it twice
 
-        def probe_capture(function: Callable[..., Tensor]) -> None:
+        def probe_capture(function: Callable[..., TargetStates]) -> None:
             function(self._target, tokens, self._drafter.config.target_layer_ids)
 
         self._capture = choose_compiled(
             (capture,), probe_capture, name="target capture", device=device, mode=mode, report=report
         )
+        self._attention = self._choose_attention(device, report)
 
-        def probe(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-            loss, _ = function(self._drafter, self._head, *self._inputs(0), self._recipe)
+        def probe(function: Callable[..., Any]) -> None:
+            loss, _, _ = function(self._drafter, self._head, *self._inputs(0), self._recipe, self._attention)
             loss.backward()
             self._drafter.zero_grad(set_to_none=True)
 
@@ -99,10 +142,43 @@ class DrafterTask:
         )
         self._drafter.zero_grad(set_to_none=True)
 
+    def _choose_attention(self, device: torch.device, report: Callable[[str], None]) -> AttentionKind:
+        """Return the recipe's way, or the faster of the two plain ones; on a CPU the lighter one."""
+        wanted = self._recipe.attention
+        if wanted in ("dense", "sdpa", "flex"):
+            return cast(AttentionKind, wanted)
+        if wanted != "auto":
+            raise ConfigError(f"'attention' is '{wanted}'; accepted: auto, dense, sdpa, flex")
+        if device.type == "cpu":
+            return "sdpa"
+        kinds: tuple[AttentionKind, ...] = ("dense", "sdpa")
+
+        def probe(kind: AttentionKind) -> None:
+            loss, _, _ = drafter_loss(self._drafter, self._head, *self._inputs(0), self._recipe, kind)
+            loss.backward()
+            self._drafter.zero_grad(set_to_none=True)
+
+        return fastest(kinds, probe, name="attention of blocks", device=device, report=report)
+
     def loss(self, step: int) -> Tensor:
-        """Return the weighted loss of the step's blocks."""
-        loss, _ = self._loss(self._drafter, self._head, *self._inputs(step), self._recipe)
+        """Return the weighted loss of a batch of blocks."""
+        loss, parts, terms = self._loss(
+            self._drafter, self._head, *self._inputs(step), self._recipe, self._attention
+        )
+        mask = self._last_mask
+        self._details = parts | {"acceptance": ((terms.correct & mask).sum(0) / mask.sum(0).clamp_min(1))}
+        self._details["eal"] = (accepted_lengths(terms.correct, mask) + 1).float().mean()
+        if terms.l1 is not None:
+            overlap = terms.overlap.detach() * mask
+            self._details["tau_prob"] = 1 + torch.cumprod(overlap, 1).sum(1).mean()
         return loss
+
+    def details(self) -> dict[str, Any]:
+        """Return the last batch's loss terms, acceptance per draft (the text as the judge) and lengths."""
+        return {
+            name: [round(v, 4) for v in value.tolist()] if value.ndim else round(float(value), 4)
+            for name, value in self._details.items()
+        }
 
     def after_step(self, progress: float) -> None:
         """Nothing follows a step."""
@@ -125,7 +201,7 @@ class DrafterTask:
             self._order, self._order_epoch = torch.randperm(count, generator=generator), epoch
         return self._order[index * rows : (index + 1) * rows]
 
-    def _inputs(self, step: int) -> tuple[Tensor, Tensor, Blocks]:
+    def _inputs(self, step: int) -> tuple[Tensor, TargetStates, Blocks]:
         recipe, config = self._recipe, self._drafter.config
         rows = self._rows(step)
         tokens = self._text.tokens[rows.to(self._text.tokens.device)].long()
@@ -136,12 +212,14 @@ class DrafterTask:
         anchors, valid = sample_anchors(loss_mask, recipe.anchors, generator)
         device = tokens.device
         blocks = make_blocks(
-            tokens, loss_mask.to(device), anchors.to(device), valid.to(device), slots, config.mask_token_id
-        )
+            tokens, loss_mask.to(device), anchors.to(device), valid.to(device), slots, config.mask_token_id,
+            sample_from_anchor=config.sample_from_anchor,
+        )  # fmt: skip
+        self._last_mask = blocks.label_mask
         with torch.no_grad():
-            aux = self._capture(self._target, tokens, config.target_layer_ids)
+            states = self._capture(self._target, tokens, config.target_layer_ids)
             embeds = self._target.embed(blocks.input_ids)
-        return embeds, aux.clone(), blocks
+        return embeds, TargetStates(states.taps.clone(), states.last.clone()), blocks
 
 
 def train_drafter(
@@ -202,6 +280,6 @@ def train_drafter(
     budget = Budget(seconds=None if seconds is None else max(1.0, seconds - spent), steps=steps)
     result = train(
         task, recipe.optimizer, budget, work, log,
-        val_every_s=recipe.val_every_s, save_every_s=recipe.save_every_s,
+        val_every_s=recipe.val_every_s, save_every_s=recipe.save_every_s, accumulate=recipe.accumulate,
     )  # fmt: skip
     return drafter, result

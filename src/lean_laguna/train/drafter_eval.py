@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.blocks import make_blocks
-from lean_laguna.train.drafter_forward import block_hidden, capture
+from lean_laguna.train.drafter_forward import block_hidden, capture, draft_logits, proposal_rows
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import (
     accepted_lengths,
@@ -150,6 +153,24 @@ def evaluate_further(
     return found
 
 
+@dataclass(frozen=True)
+class SlotOutcomes:
+    """What became of every proposal, N = sequences x written tokens.
+
+    A slot's proposal follows the text's tokens, not the drafts before it: as far as drafts are accepted the
+    two are the same, and what follows a rejected draft does not count.
+
+    Attributes:
+        correct: [N, G] bool, the proposal is the text's token.
+        mask: [N, G] bool, the slot has a token to be compared with.
+        confidence: [N, G] float32 logits of the confidence head, or None.
+    """
+
+    correct: Tensor
+    mask: Tensor
+    confidence: Tensor | None
+
+
 def correct_slots(
     drafter: DFlashDrafter,
     target: LagunaForCausalLM,
@@ -158,29 +179,44 @@ def correct_slots(
     stop: int,
     num_draft_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Propose at every written position of sequences start..stop and compare with the text.
+    """Return ``correct`` and ``mask`` of :func:`slot_outcomes`."""
+    outcomes = slot_outcomes(drafter, target, text, start, stop, num_draft_tokens)
+    return outcomes.correct, outcomes.mask
 
-    Returns:
-        correct and mask, [N, G] bool each, N = sequences x written tokens; the mask leaves out slots that lie
-        beyond the text.
-    """
+
+def slot_outcomes(
+    drafter: DFlashDrafter,
+    target: LagunaForCausalLM,
+    text: Generated,
+    start: int,
+    stop: int,
+    num_draft_tokens: int,
+) -> SlotOutcomes:
+    """Propose at every written position of sequences start..stop and compare with the text."""
     tokens = text.tokens[start:stop].long()
     device, prefix = tokens.device, int(text.prefix_lengths[0])
+    config = drafter.config
     loss_mask = text.written_mask(slice(start, stop)).to(device)
     anchors = torch.arange(prefix, tokens.shape[1], device=device).expand(len(tokens), -1).contiguous()
     blocks = make_blocks(
         tokens, loss_mask, anchors, torch.ones_like(anchors, dtype=torch.bool),
-        num_draft_tokens + 1, drafter.config.mask_token_id,
+        num_draft_tokens + config.first_slot, config.mask_token_id,
+        sample_from_anchor=config.sample_from_anchor,
     )  # fmt: skip
-    aux = capture(target, tokens, drafter.config.target_layer_ids)
+    states = capture(target, tokens, config.target_layer_ids)
+    confidence = None
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = block_hidden(drafter, target.embed(blocks.input_ids), aux, blocks)
-        logits = F.linear(hidden.flatten(0, 1), target.lm_head.weight).float()
+        hidden = block_hidden(drafter, target.embed(blocks.input_ids), states.taps, blocks)
+        rows = proposal_rows(drafter, hidden, blocks.previous)
+        logits = draft_logits(drafter, target.lm_head.weight, *rows).flatten(0, 1).float()
+        if isinstance(drafter, DSparkDrafter) and drafter.confidence_weight is not None:
+            confidence = drafter.confidence_logits(*rows).float()
     if text.temperature > 0:
         # By the position the drafted token would stand at: the noise its target token was chosen with.
         noise = text.noise(start, stop)  # [B, S, V]
-        at = blocks.positions[:, 1:].clamp(max=tokens.shape[1] - 1)
+        at = blocks.anchors.view(-1, 1) + 1 + torch.arange(num_draft_tokens, device=device)
+        at = at.clamp(max=tokens.shape[1] - 1)
         sequence = torch.arange(len(tokens), device=device).repeat_interleave(anchors.shape[1])[:, None]
         logits = logits + text.temperature * noise[sequence, at].flatten(0, 1)
     correct = logits.argmax(-1).view_as(blocks.labels) == blocks.labels
-    return correct & blocks.label_mask, blocks.label_mask
+    return SlotOutcomes(correct & blocks.label_mask, blocks.label_mask, confidence)

@@ -39,7 +39,10 @@ class Task(Protocol):
         """Tokens or block rows per step, for the rate in the log."""
 
     def loss(self, step: int) -> Tensor:
-        """Return the scalar loss of a step."""
+        """Return the scalar loss of a batch; with accumulation, several batches make a step."""
+
+    def details(self) -> dict[str, Any]:
+        """Return what a step's line in the log holds besides the loss; may wait for the device."""
 
     def after_step(self, progress: float) -> None:
         """Do what follows an optimiser step."""
@@ -107,6 +110,7 @@ def train(
     val_every_s: float,
     save_every_s: float,
     log_every: int = 25,
+    accumulate: int = 1,
 ) -> dict[str, float]:
     """Train until the budget is used, then validate and export.
 
@@ -135,7 +139,7 @@ def train(
         if progress >= 1.0:
             break
         rate = learning_rate(optimizer_recipe, progress) * state.lr_scale
-        loss, norm = _step(task, optimizer, rate, optimizer_recipe.clip, state.step)
+        loss, norm = _step(task, optimizer, rate, optimizer_recipe.clip, state.step, accumulate)
         state.step += 1
         task.after_step(progress)
         if state.step % log_every and state.step != 1:
@@ -156,7 +160,7 @@ def train(
         log.write(
             "step", step=state.step, progress=round(progress, 4), loss=round(value, 4), lr=rate,
             grad_norm=round(float(norm), 3), tok_per_s=round(per_second * task.tokens_per_step),
-            eta_s=round(left),
+            eta_s=round(left), **task.details(),
         )  # fmt: skip
         last_log, logged_step = now, state.step
         if now - last_val >= val_every_s and progress < 0.97:
@@ -180,7 +184,8 @@ def make_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> torch.optim.Ad
     plain: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and "norm" not in name and "embed" not in name
+            kept = ("norm", "embed", "markov")  # norms, and tables that are looked up
+            is_matrix = parameter.ndim >= 2 and not any(word in name for word in kept)
             (decayed if is_matrix else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": recipe.weight_decay},
@@ -192,16 +197,20 @@ def make_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> torch.optim.Ad
 
 
 def _step(
-    task: Task, optimizer: torch.optim.Optimizer, rate: float, clip: float, step: int
+    task: Task, optimizer: torch.optim.Optimizer, rate: float, clip: float, step: int, accumulate: int
 ) -> tuple[Tensor, Tensor]:
+    """Take one step on the mean gradient of ``accumulate`` batches; returns their mean loss and the norm."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = task.loss(step)
-    loss.backward()
+    total = torch.zeros(())
+    for batch in range(accumulate):
+        loss = task.loss(step * accumulate + batch) / accumulate
+        loss.backward()
+        total = total.to(loss.device) + loss.detach()
     norm = nn.utils.clip_grad_norm_([p for p in task.module.parameters() if p.grad is not None], clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.detach(), norm
+    return total, norm
 
 
 def _seconds_left(budget: Budget, step: int, elapsed_s: float, steps_per_s: float) -> float:

@@ -150,12 +150,46 @@ class SelfgenRecipe:
 
 
 @dataclass(frozen=True)
+class LossTerms:
+    """Weights of the drafter's loss terms; a term of weight 0 is not computed.
+
+    Attributes:
+        ce: Cross entropy with the text's token.
+        l1: Sum over words of |q - p|, twice the total variation.
+        kl: KL divergence from the target's distribution to the drafter's.
+        lk: Negative logarithm of the overlap of the two.
+        lk_hybrid: KL where they overlap little, total variation where much.
+        confidence: Binary cross entropy of the confidence head; DSpark only.
+        confidence_target: ``overlap``, ``coupled`` or ``greedy``; see ``losses.acceptance_targets``.
+        temperature: At which both distributions are compared.
+    """
+
+    ce: float = 1.0
+    l1: float = 0.0
+    kl: float = 0.0
+    lk: float = 0.0
+    lk_hybrid: float = 0.0
+    confidence: float = 0.0
+    confidence_target: str = "overlap"
+    temperature: float = 1.0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's distributions are needed."""
+        return any(weight > 0 for weight in (self.l1, self.kl, self.lk, self.lk_hybrid, self.confidence))
+
+
+@dataclass(frozen=True)
 class DrafterRecipe:
-    """Training of a DFlash drafter on its target's own text.
+    """Training of a DFlash or DSpark drafter on its target's own text.
 
     Attributes:
         model: The drafter's config.json keys, read by ``DFlashConfig.from_dict``.
+        terms: What the loss is made of.
+        warm_start: Name or folder of a drafter whose weights are taken where the new one has the same.
         batch_rows: Sequences per step.
+        accumulate: Batches whose gradients are averaged before each step.
+        attention: ``dense``, ``sdpa``, ``flex``, or ``auto``: the faster of the first two on this machine.
         anchors: Blocks per sequence.
         short_block: Rows of most blocks, anchor included.
         long_every: Every so many steps the whole ``draft_block_size`` is trained instead; 0 means never.
@@ -171,7 +205,11 @@ class DrafterRecipe:
     model: dict[str, Any]
     optimizer: OptimizerRecipe
     selfgen: SelfgenRecipe
+    terms: LossTerms = LossTerms()
+    warm_start: str = ""
     batch_rows: int = 64
+    accumulate: int = 1
+    attention: str = "auto"
     anchors: int = 64
     short_block: int = 8
     long_every: int = 4

@@ -145,6 +145,10 @@ class TargetTask:
         self._loads = loads.detach()
         return nll.mean()
 
+    def details(self) -> dict[str, Any]:
+        """Nothing but the loss is shown."""
+        return {}
+
     def after_step(self, progress: float) -> None:
         """Move the correction biases; they rest in the last part, so that they fit the final weights."""
         step_size = self._recipe.bias_step if progress < self._recipe.bias_stop else 0.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lean_laguna.train.losses import decay_weights, dpace_weights, slot_nll, weighted_mean
+from lean_laguna.train.losses import decay_weights, dpace_weights, slot_terms, weighted_mean
 
 
 def test_decay_weights_follow_the_formula():
@@ -35,12 +35,17 @@ def test_chunks_give_the_values_and_gradients_of_the_whole():
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(11, 6, generator=generator)
     labels = torch.randint(11, (5, 3), generator=generator)
+    teacher = torch.randn(5, 3, 6, generator=generator)
     results = []
     for chunk in (1000, 4):
         hidden = torch.randn(5, 3, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        nll, correct = slot_nll(hidden, labels, lambda rows: F.linear(rows, head), chunk_rows=chunk)
-        nll.sum().backward()
-        results.append((nll.detach(), correct, hidden.grad))
+        terms = slot_terms(
+            (hidden,), labels, lambda rows: F.linear(rows, head), teacher,
+            lambda rows: F.linear(rows, head), chunk_rows=chunk,
+        )  # fmt: skip
+        (terms.nll + terms.l1 + terms.kl).sum().backward()
+        values = (terms.nll, terms.l1, terms.kl)
+        results.append((*(v.detach() for v in values), terms.correct, terms.agrees, hidden.grad))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(whole, chunked)
 
