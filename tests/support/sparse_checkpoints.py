@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.core.safetensors_header import DTYPE_BITS
 from lean_laguna.plan.modules import target_modules
 from lean_laguna.quant.config import QuantizationConfig, read_quantization
-from lean_laguna.quant.scheme import ELEMENT_BYTES
 
 Spec = tuple[str, str, tuple[int, ...]]
 NVFP4_EXPERTS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def write_sparse_file(file: Path, specs: Iterable[Spec]) -> None:
     header: dict[str, Any] = {}
     end = 0
     for name, dtype, shape in specs:
-        size = ELEMENT_BYTES[dtype]
+        size = DTYPE_BITS[dtype] // 8
         for length in shape:
             size *= length
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.plan.inventory import Inventory
+from lean_laguna.plan.inventory import FLOATS, Inventory
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ GROUP_LABELS = {
 }
 DEVICE_BYTES = 3 * GIB // 4
 """What CUDA's context, loaded kernels and captured graphs take on a device; assumed, not ours to allocate."""
-_PLAIN = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def loaded_bytes(inventory: Inventory, limits: EngineLimits) -> int:
     """
     return sum(
         group.stored_bytes
-        if limits.is_on_gpu and group.number_format not in _PLAIN
+        if limits.is_on_gpu and group.number_format not in FLOATS
         else group.num_weights * limits.element_bytes
         for group in inventory.groups
     )

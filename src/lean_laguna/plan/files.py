@@ -16,9 +16,8 @@ from lean_laguna.core.errors import CheckpointError
 from lean_laguna.core.files import parse_json, sha256_file
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.safetensors_header import DTYPE_BITS, read_header
-from lean_laguna.plan.inventory import plain_name
+from lean_laguna.plan.inventory import SchemeByName, plain_name
 from lean_laguna.plan.modules import Module, target_modules
-from lean_laguna.quant.config import QuantizationConfig
 
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
@@ -55,7 +54,7 @@ def read_files(folder: Path) -> CheckpointFiles:
     promised = _index(folder, problems)
     single = folder / "model.safetensors"
     # As the loader chooses: what the index names, else the one file, else all.
-    shards = sorted({folder / name for name in promised.values()})
+    shards = sorted(folder / name for name in set(promised.values()))
     if not shards:
         shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not shards:
@@ -82,21 +81,19 @@ def read_files(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(folder, tuple(shards), header, tuple(problems))
 
 
-def missing_tensors(
-    config: LagunaConfig, quantization: QuantizationConfig | None, header: Mapping[str, Entry]
-) -> list[str]:
+def missing_tensors(config: LagunaConfig, scheme_of: SchemeByName, header: Mapping[str, Entry]) -> list[str]:
     """Return what a target of this config needs and the headers lack or have in another shape.
 
     Args:
         config: The target.
-        quantization: How its config says that it is stored.
+        scheme_of: How its config says that a module is stored, by ``plain_name``.
         header: All tensors found.
     """
     found = {plain_name(name): entry["shape"] for name, entry in header.items()}
     wrong: list[str] = []
     absent: list[str] = []
     for module in target_modules(config):
-        for name, shape in _tensors_of(module, quantization).items():
+        for name, shape in _tensors_of(module, scheme_of).items():
             if name not in found:
                 if not _is_fused(module, found):
                     absent.append(name)
@@ -211,10 +208,10 @@ def _disagreements(promised: Mapping[str, str], owner: Mapping[str, str], presen
     return problems
 
 
-def _tensors_of(module: Module, quantization: QuantizationConfig | None) -> dict[str, tuple[int, ...] | None]:
+def _tensors_of(module: Module, scheme_of: SchemeByName) -> dict[str, tuple[int, ...] | None]:
     """Return the tensors of a module; the shape is None where the format leaves it open."""
     name = plain_name(module.name)
-    scheme = quantization.scheme_of(module.name) if quantization and module.is_linear else None
+    scheme = scheme_of(name) if module.is_linear else None
     if scheme is None:
         return {name if name.endswith("_bias") else f"{name}.weight": module.shape}
     specs = scheme.tensors(module.shape[0], module.shape[1])

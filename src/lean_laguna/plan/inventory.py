@@ -6,7 +6,7 @@ No value is read and no torch imported, so that a 70 GB checkpoint is known in u
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +15,7 @@ from typing import Any
 
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.model_config import LagunaConfig, config_path, read_config_json
+from lean_laguna.core.safetensors_header import DTYPE_BITS
 from lean_laguna.plan.modules import (
     CLASSES,
     Module,
@@ -24,13 +25,22 @@ from lean_laguna.plan.modules import (
     target_modules,
 )
 from lean_laguna.quant.config import QuantizationConfig, read_quantization
-from lean_laguna.quant.scheme import ELEMENT_BYTES, WeightScheme
+from lean_laguna.quant.scheme import WeightScheme
 
 Header = Mapping[str, Mapping[str, Any]]
 """Tensor names to their entries in a safetensors header."""
 SchemeOf = Callable[[Module], WeightScheme | None]
+SchemeByName = Callable[[str], WeightScheme | None]
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Number formats of weights that are not quantised."""
+_NEVER_QUANTISED = ("norms", "embedding", "router", "other")
 _FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_LEAF = re.compile(r"\.(weight(_\w+)?|input_(global_)?scale|scales|biases|bias|k_scale|v_scale)$")
+_LEAVES = frozenset(
+    """
+    weight weight_packed weight_scale weight_scale_2 weight_scale_inv weight_global_scale weight_zero_point
+    weight_shape weight_g_idx input_scale input_global_scale k_scale v_scale scales biases bias
+    """.split()  # noqa: SIM905
+)
 _NOT_READ = ("weight_shape", "input_scale", "input_global_scale")
 _BORROWED = ("embed_tokens", "verifier_lm_head", "verifier_norm")
 _PREFIXES = ("language_model.", "model.")
@@ -106,6 +116,13 @@ def plain_format(config: Mapping[str, Any]) -> str:
     return _FLOATS.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), "BF16")
 
 
+def scheme_lookup(quantization: QuantizationConfig | None) -> SchemeByName:
+    """Return what tells a module's scheme by its ``plain_name`` and remembers it: target lists are long."""
+    if quantization is None:
+        return lambda name: None
+    return functools.cache(lambda name: quantization.scheme_of(f"model.{name}", name))
+
+
 def target_from_config(given: Mapping[str, Any], where: str) -> tuple[LagunaConfig, Inventory]:
     """Describe a target from its parsed config.json.
 
@@ -122,12 +139,15 @@ def target_from_config(given: Mapping[str, Any], where: str) -> tuple[LagunaConf
     return config, dataclasses.replace(inventory, has_fp8_kv=bool(quantization and quantization.has_fp8_kv))
 
 
-def target_from_headers(folder: Path, header: Header) -> tuple[LagunaConfig, Inventory]:
+def target_from_headers(
+    folder: Path, header: Header, scheme_of: SchemeByName | None = None
+) -> tuple[LagunaConfig, Inventory]:
     """Describe a target from its config.json and what its files hold.
 
     Args:
         folder: Checkpoint folder.
         header: All tensors of all its shards.
+        scheme_of: ``scheme_lookup`` of its config, where the caller has one already.
 
     Raises:
         CheckpointError: The config is missing or not JSON.
@@ -137,7 +157,7 @@ def target_from_headers(folder: Path, header: Header) -> tuple[LagunaConfig, Inv
     config = LagunaConfig.from_dict(given, where)
     quantization = read_quantization(given, where)
     inputs = {plain_name(m.name): m.shape for m in target_modules(config)}
-    entries, problems = _stored(header, module_class, quantization, inputs)
+    entries, problems = _stored(header, module_class, scheme_of or scheme_lookup(quantization), inputs)
     return config, Inventory(
         _grouped(entries), bool(quantization and quantization.has_fp8_kv), tuple(problems)
     )
@@ -152,7 +172,7 @@ def drafter_from_headers(header: Header) -> Inventory:
     }
     if not any(name.endswith("d2t") for name in header):
         kept = {name: entry for name, entry in kept.items() if not name.endswith("lm_head.weight")}
-    entries, _ = _stored(kept, lambda _: "drafter", None, {})
+    entries, _ = _stored(kept, lambda _: "drafter", lambda _: None, {})
     return Inventory(_grouped(entries))
 
 
@@ -175,7 +195,7 @@ def from_modules(
     entries = []
     for module in modules:
         scheme, num_weights = scheme_of(module), module.num_weights
-        stored = read = num_weights * ELEMENT_BYTES[plain]
+        stored = read = num_weights * DTYPE_BITS[plain] // 8
         if scheme is not None:
             stored, read = (
                 of(module.shape[0], module.shape[1], scales)
@@ -189,48 +209,52 @@ def from_modules(
 def _stored(
     header: Header,
     class_of: Callable[[str], ModuleClass],
-    quantization: QuantizationConfig | None,
+    scheme_of: SchemeByName,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[list[_Entry], list[str]]:
     modules: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, entry in header.items():
-        match = _LEAF.search(name)
-        module, leaf = (name[: match.start()], match[1]) if match else (name, "weight")
+        module, _, leaf = name.rpartition(".")
+        if leaf not in _LEAVES:
+            module, leaf = name, "weight"
         modules.setdefault(module, {})[leaf] = entry
     entries, problems = [], []
     for module, leaves in modules.items():
-        scheme = (
-            quantization.scheme_of(f"model.{plain_name(module)}", plain_name(module))
-            if quantization
-            else None
-        )
-        weight = leaves.get("weight_packed", leaves.get("weight"))
-        is_plain = weight is not None and weight["dtype"] in ("F32", "BF16", "F16", "F64")
-        kind = class_of(module)
-        if weight is None or is_plain:
-            number_format = (
-                str(weight["dtype"]) if weight is not None else str(next(iter(leaves.values()))["dtype"])
-            )
-            if scheme is not None and is_plain and kind not in ("norms", "embedding", "router", "other"):
-                problems.append(f"{module}: the config says {scheme.name}, its file holds {number_format}")
-        else:
-            number_format = scheme.name if scheme is not None else f"quantised ({weight['dtype']})"
-            if scheme is None:
-                problems.append(f"{module}: stored quantised, which the config does not say")
+        plain, kind = plain_name(module), class_of(module)
+        weight = leaves.get("weight_packed") or leaves.get("weight") or {"dtype": "F32", "shape": (0,)}
+        number_format, problem = _number_format(kind, str(weight["dtype"]), scheme_of(plain))
+        if problem:
+            problems.append(f"{module}: {problem}")
         sizes = {leaf: _num_bytes(entry) for leaf, entry in leaves.items()}
         read = sum(size for leaf, size in sizes.items() if leaf not in _NOT_READ)
-        num_weights = prod(shapes.get(plain_name(module)) or (weight["shape"] if weight else (0,)))
+        num_weights = prod(shapes.get(plain) or weight["shape"])
         entries.append(_Entry(kind, number_format, num_weights, sum(sizes.values()), read))
     return entries, problems
+
+
+def _number_format(kind: ModuleClass, dtype: str, scheme: WeightScheme | None) -> tuple[str, str | None]:
+    """Return how a module is stored, and what is wrong with that."""
+    if dtype in FLOATS:
+        is_wrong = scheme is not None and kind not in _NEVER_QUANTISED
+        return (
+            dtype,
+            f"the config says {scheme.name}, its file holds {dtype}" if scheme and is_wrong else None,
+        )
+    if scheme is None:
+        return f"quantised ({dtype})", "stored quantised, which the config does not say"
+    return scheme.name, None
 
 
 def plain_name(name: str) -> str:
     """Return a module's name without prefixes and in one spelling, to find it in another list."""
     for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.").replace(
-        ".mlp.gate.e_score_correction_bias", ".mlp.experts.e_score_correction_bias"
-    )
+        if name.startswith(prefix):
+            name = name[len(prefix) :]
+    if ".mlp.shared_experts." in name or name.endswith(".mlp.gate.e_score_correction_bias"):
+        return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.").replace(
+            ".mlp.gate.e_score_correction_bias", ".mlp.experts.e_score_correction_bias"
+        )
+    return name
 
 
 def _num_bytes(entry: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ Names are those of the published checkpoints; ``module_class`` also knows the ot
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,13 +30,15 @@ _RULES: tuple[tuple[re.Pattern[str], ModuleClass], ...] = (
     (re.compile(r"\.mlp\.shared_experts?\."), "shared"),
     (re.compile(r"\.mlp\.(gate|experts|gate\.)\.?e_score_correction_bias$"), "router"),
     (re.compile(r"\.mlp\.gate$"), "router"),
-    (re.compile(r"\.mlp\.(experts|switch_mlp)\."), "experts"),
+    (re.compile(r"\.mlp\.switch_mlp\."), "experts"),
     (re.compile(r"\.mlp\.(gate|up|down)_proj$"), "dense"),
 )
 
 
 def module_class(name: str) -> ModuleClass:
     """Return the class of a target's module, such as ``model.layers.3.mlp.experts.7.up_proj``."""
+    if ".mlp.experts." in name and not name.endswith("_bias"):  # nearly all of them, found fast
+        return "experts"
     for pattern, kind in _RULES:
         if pattern.search(name):
             return kind
@@ -64,8 +67,13 @@ class Module:
         return self.shape[0] * (self.shape[1] if len(self.shape) == 2 else 1)
 
 
-def target_modules(config: LagunaConfig) -> Iterator[Module]:
-    """Yield every weight of a target, experts one by one."""
+@functools.lru_cache(maxsize=4)
+def target_modules(config: LagunaConfig) -> tuple[Module, ...]:
+    """Return every weight of a target, experts one by one."""
+    return tuple(_target_modules(config))
+
+
+def _target_modules(config: LagunaConfig) -> Iterator[Module]:
     width = config.hidden_size
 
     def linear(name: str, kind: ModuleClass, out: int, into: int) -> Module:

@@ -17,6 +17,7 @@ from lean_laguna.plan.inventory import (
     Inventory,
     drafter_from_config,
     drafter_from_headers,
+    scheme_lookup,
     target_from_config,
     target_from_headers,
 )
@@ -82,8 +83,9 @@ def target_of(name: str) -> Target:
     if not files.header:
         config, inventory = target_from_config(given, str(folder / "config.json"))
         return Target(name, config, inventory, files, "config")
-    config, inventory = target_from_headers(folder, files.header)
-    missing = missing_tensors(config, read_quantization(given, str(folder / "config.json")), files.header)
+    scheme_of = scheme_lookup(read_quantization(given, str(folder / "config.json")))
+    config, inventory = target_from_headers(folder, files.header, scheme_of)
+    missing = missing_tensors(config, scheme_of, files.header)
     files = CheckpointFiles(
         files.folder, files.shards, files.header, (*files.problems, *missing, *inventory.problems[:3])
     )

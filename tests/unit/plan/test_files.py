@@ -6,6 +6,7 @@ import json
 import pytest
 
 from lean_laguna.plan.files import INDEX, check_hashes, missing_tensors, published_sha256, read_files
+from lean_laguna.plan.inventory import scheme_lookup
 from lean_laguna.quant.config import read_quantization
 from support.engines import tiny_config
 from support.sparse_checkpoints import NVFP4_EXPERTS, write_sparse_file, write_sparse_target
@@ -25,7 +26,7 @@ def test_a_whole_folder_has_no_problems(folder):
     assert files.problems == ()
     assert len(files.shards) == 3
     assert files.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert missing_tensors(tiny_config(), None, files.header) == []
+    assert missing_tensors(tiny_config(), scheme_lookup(None), files.header) == []
 
 
 def truncated(folder):
@@ -108,7 +109,7 @@ def test_what_the_config_describes_and_no_file_holds_is_named(folder):
         header["model.layers.0.self_attn.q_proj.weight"],
     )
     header["model.norm.weight"] = {"shape": [31]}
-    first, second = missing_tensors(tiny_config(), None, header)
+    first, second = missing_tensors(tiny_config(), scheme_lookup(None), header)
     assert first == (
         "tensor 'layers.0.self_attn.q_proj.weight' and 1 more is missing; the config describes it"
     )
@@ -119,22 +120,22 @@ def test_a_quantised_module_needs_its_scales_too(tmp_path):
     folder = write_sparse_target(tmp_path, tiny_config(), quantization=NVFP4_EXPERTS)
     quantization = read_quantization(json.loads((folder / "config.json").read_text()), "config.json")
     header = dict(read_files(folder).header)
-    assert missing_tensors(tiny_config(), quantization, header) == []
+    assert missing_tensors(tiny_config(), scheme_lookup(quantization), header) == []
     del header["model.layers.2.mlp.experts.3.up_proj.weight_global_scale"]
     assert (
         "experts.3.up_proj.weight_global_scale' is missing"
-        in missing_tensors(tiny_config(), quantization, header)[0]
+        in missing_tensors(tiny_config(), scheme_lookup(quantization), header)[0]
     )
 
 
 def test_fused_experts_are_not_missing(folder):
     header = {n: e for n, e in read_files(folder).header.items() if "experts." not in n or "bias" in n}
-    assert missing_tensors(tiny_config(), None, header)
+    assert missing_tensors(tiny_config(), scheme_lookup(None), header)
     for i in (1, 2, 3):
         header |= {
             f"model.layers.{i}.mlp.experts.{part}": {"shape": []} for part in ("gate_up_proj", "down_proj")
         }
-    assert missing_tensors(tiny_config(), None, header) == []
+    assert missing_tensors(tiny_config(), scheme_lookup(None), header) == []
 
 
 def test_hashes_are_compared_with_what_the_download_left_behind(tmp_path, folder):
