@@ -20,6 +20,7 @@ class DraftLengths:
     def __init__(self, controller: DraftLengthController | None):
         self.controller = controller
         self._context_len = 0
+        self._chosen: list[int] = []
 
     def choose(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Return the drafts wanted per sequence: at most what can be emitted with a bonus token after it."""
@@ -30,13 +31,14 @@ class DraftLengths:
         if following:
             self._context_len = max(s.num_computed for s in following)
             chosen = self.controller.choose(len(following), self._context_len)
-        return [
+        self._chosen = [
             min(
                 chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
                 s.completion.num_remaining - 1,
             )
             for s in sequences
         ]
+        return self._chosen
 
     def observe(
         self,
@@ -46,7 +48,9 @@ class DraftLengths:
         draft_s: float,
         verify_s: float,
     ) -> None:
-        """Report a step that only decoded; one that held requests with a length of their own teaches nothing.
+        """Report a step that only decoded.
+
+        One that held requests with a length of their own, or drafts that no drafter made, teaches nothing.
 
         Args:
             sequences: As given to ``choose``.
@@ -55,6 +59,8 @@ class DraftLengths:
             verify_s: Seconds for the rest.
         """
         if self.controller is None or not all(s.follows_engine for s in sequences):
+            return
+        if any(num_drafts > chosen for (num_drafts, _), chosen in zip(accepted, self._chosen, strict=True)):
             return
         longest = max(num_drafts for num_drafts, _ in accepted)
         self.controller.observe(
