@@ -27,7 +27,13 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk
-from lean_laguna.kernels.triton.prefill_attention import append_keys, attend_chunk
+from lean_laguna.kernels.triton.prefill_attention import (
+    attend_before,
+    attend_chunk,
+    lowest_key,
+    order_keys,
+    ready_heads,
+)
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up, sort_by_expert
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, silu_and_mul
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
@@ -120,7 +126,8 @@ class Bench:
         self.scratch.input_ids.random_(self.shape.vocab)
         self.sync()
         if not self.tiny:
-            bytes_of = sum(getattr(self.scratch, n).nbytes for n in ("hidden", "normed", "delta", "work"))
+            buffers = [getattr(self.scratch, n) for n in ("hidden", "normed", "delta", "work")]
+            bytes_of = sum(t.nbytes for t in (*buffers, *self.scratch.keys))
             self.found["scratch_gib"] = round(bytes_of / 2**30, 3)
 
     def sync(self) -> None:
@@ -158,6 +165,16 @@ class Bench:
         finally:
             JITFunction.run = launch
         print(f"compiled in {time.monotonic() - before:.1f} s ({len(runs)} runs)", flush=True)
+
+    def graph(self, run: Run) -> Run:
+        if self.tiny:
+            return run
+        run()
+        self.sync()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        return captured.replay
 
     def time_ms(self, run: Run, repeats: int = 7) -> float:
         """Return the median time of one run."""
@@ -201,9 +218,11 @@ class Bench:
             scratch = PrefillScratch.allocate(weights, chunk)
             for name in ("hidden", "normed", "delta", "work"):
                 getattr(scratch, name).fill_(float("nan"))
+            for buffer in scratch.keys:
+                buffer.fill_(float("nan"))
             taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
             got, at = [], 0
-            step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles)
+            step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles, library_from=chunk)
             while at < length:
                 n = next_chunk(at, length, chunk)
                 step.run(ids[at : at + n], at, n)
@@ -262,6 +281,11 @@ class Bench:
             for chunk, longer in sorted(plans, key=str):
                 run = prompt(length, chunk, longer)
                 key = f"{length} tokens, chunks of {chunk}" + (f" then {longer}" if longer else "")
+                self.sync()
+                before = time.monotonic()
+                run()
+                self.sync()
+                out[f"{key}, first time"] = round((time.monotonic() - before) * 1000, 1)
                 out[key] = round(self.time_ms(run, 5 if length <= short else 2), 2)
         return out
 
@@ -284,11 +308,11 @@ class Bench:
         sparse = [layer for layer in sparse if layer.attention.shape.window][:8]
         s, D, shape = self.scratch, self.shape.hidden, sparse[0].attention.shape
         x, delta, hidden = s.normed[:rows].normal_(), s.delta[:rows], s.hidden[:rows]
-        m = sparse[0].mlp
+        m, norms = sparse[0].mlp, (sparse[0].attention.q_norm, sparse[0].attention.k_norm)
         E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
-        qkv, heads = (
-            s.work[: rows * w].view(rows, w) for w in (shape.width, shape.num_heads * shape.head_dim)
-        )
+        wide = shape.num_heads * shape.head_dim
+        qkv = s.work[: rows * shape.width].view(rows, -1)
+        heads = s.work[rows * shape.width :][: rows * wide].view(rows, wide)
         both, terms = s.work[: rows * (E + 2 * FS)].view(rows, -1), s.work[: rows * A * D].view(rows, A, D)
         shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
         tile = self.tiles.experts(rows)
@@ -298,8 +322,10 @@ class Bench:
             "out": lambda w: torch.mm(heads, w.attention.out.t(), out=delta),
             "router+shared": lambda w: torch.mm(x, w.mlp.router_gate_up.t(), out=both),
             "shared down": lambda w: torch.mm(shared, w.mlp.shared_down.t(), out=delta),
-            "append": lambda w: append_keys(
-                qkv, w.attention.k_norm, w.rotary, cache, table, shape, 0, rows, eps=1e-6
+            "ready": lambda w: ready_heads(qkv, norms, w.rotary, cache, table, shape, 0, rows, eps=1e-6),
+            "order": lambda w: order_keys(cache, table, s.keys, 0, rows, self.tiles.sliding),
+            "attend sliding": lambda w: attend_chunk(
+                qkv, heads, s.keys, table, shape, 0, rows, self.tiles.sliding, begin=0
             ),
             "silu": lambda w: silu_and_mul(both[:, E:], shared, rows),
             "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, rows, tile, top_k=A),
@@ -311,13 +337,20 @@ class Bench:
         out = {}
         for name, body in names.items():
             s.work.normal_()
-            run = partial(lambda body: [body(layer) for layer in sparse], body)
+            run = self.graph(partial(lambda body: [body(layer) for layer in sparse], body))
             out[f"{name}, {rows} rows: us"] = round(self.time_ms(run) * 1000 / len(sparse), 1)
         return out
 
     def attention(self) -> list[dict[str, Any]]:
         """Time attention tile by tile: keys from pages, or gathered in order first and then by tensor map."""
-        shapes = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 3)]
+        shapes = [
+            (64, 64, 4, 3),
+            (64, 64, 4, 2),
+            (64, 128, 4, 2),
+            (64, 32, 4, 4),
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+        ]
         tiles = [AttentionTile(*t) for t in ([(16, 16, 4, 2)] if self.tiny else shapes)]
         rows, long = self.chunks[-1], max(self.lengths)
         cases, runs = [], []
@@ -328,7 +361,7 @@ class Bench:
                 keys = keys.clamp(max=shape.window) if shape.window else keys
                 flops = 4.0 * keys.sum().item() * shape.num_heads * shape.head_dim
                 for tile in tiles:
-                    for source in ("pages",) if self.tiny else ("pages", "maps"):
+                    for source in ("ordered",) if tile != tiles[-1] else ("ordered", "pages"):
                         cases.append(
                             {"kind": "sliding" if shape.window else "full", "first": first, "n": n}
                             | {"source": source, "tile": dataclasses.astuple(tile), "flops": flops}
@@ -347,51 +380,79 @@ class Bench:
 
     def attend(self, i: int, first: int, n: int, tile: AttentionTile, source: str) -> Run:
         layer, rows = self.weights.layers[i], self.chunks[-1]
-        shape, table, cache = layer.attention.shape, self.caches.tables[i][0], self.caches.layers[i]
+        shape, table, keys = layer.attention.shape, self.caches.tables[i][0], self.caches.layers[i]
+        work, wide, begin = self.scratch.work, shape.num_heads * shape.head_dim, None
         if source != "pages":
-            cache = tuple(pages[table.long()].flatten(0, 1) for pages in cache)
-        work, wide = self.scratch.work, shape.num_heads * shape.head_dim
+            ordered = self.scratch.keys
+            begin = order_keys(keys, table, ordered, lowest_key(shape, first), first + n, tile)
+            keys = ordered
         qkv = work[: rows * shape.width].view(rows, -1)
         qkv.normal_()
         out = work[rows * shape.width :][: rows * wide].view(rows, wide)
-        options = {"eps": 1e-6, "paged": source == "pages", "maps": source == "maps"}
 
         def run() -> None:
-            norm = layer.attention.q_norm
-            attend_chunk(qkv, out, norm, layer.rotary, cache, table, shape, first, n, tile, **options)
+            attend_chunk(qkv, out, keys, table, shape, first, n, tile, begin=begin)
 
         return run
 
     def library_attention(self) -> dict[str, Any]:
-        """Time the library's attention, not causal, as a yardstick for a chunk far into a prompt."""
+        """Time the parts of attention far into a prompt where the library takes the keys before a chunk."""
         if self.tiny:
             return {}
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        H, J, P, n, keys = self.shape.full_heads, self.shape.kv_heads, self.shape.head_dim, 8192, 24576
-        q = torch.randn(1, H, n, P, device=self.device, dtype=self.dtype)
-        k, v = (torch.randn(1, J, keys, P, device=self.device, dtype=self.dtype) for _ in range(2))
-        out = {}
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            with sdpa_kernel(backend):
-                ms = self.time_ms(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 3)
-            out[backend.name] = round(4.0 * H * P * n * keys / ms / 1e9, 1)
-        return out
+        layer, rows, tile = self.weights.layers[0], self.chunks[-1], self.tiles.full
+        shape, table, pages = layer.attention.shape, self.caches.tables[0][0], self.caches.layers[0]
+        qkv = self.scratch.work[: rows * shape.width].view(rows, -1)
+        qkv.normal_()
+        out = torch.empty(rows, shape.num_heads * shape.head_dim, dtype=self.dtype, device=self.device)
+        norms = (layer.attention.q_norm, layer.attention.k_norm)
+        found: dict[str, Any] = {}
+        for first in (8192, 16384, 24576):
+            end = first + rows
+            begin = order_keys(pages, table, self.scratch.keys, 0, end, tile)
+            self.sync()
+            before = time.monotonic()
+            past = attend_before(qkv, self.scratch.keys, shape, first)
+            self.sync()
+            first_call = (time.monotonic() - before) * 1000
+            common = (table, shape, first, rows, tile)
+            whole = partial(attend_chunk, qkv, out, self.scratch.keys, *common, begin=begin)
+            whole()
+            want = out.float()
+            whole(past=past)
+            times = {
+                "order": self.time_ms(partial(order_keys, pages, table, self.scratch.keys, 0, end, tile)),
+                "ready": self.time_ms(
+                    partial(ready_heads, qkv, norms, layer.rotary, pages, table, shape, first, rows, eps=1e-6)
+                ),
+                "before": self.time_ms(partial(attend_before, qkv, self.scratch.keys, shape, first)),
+                "own": self.time_ms(partial(whole, past=past)),
+                "all by Triton": self.time_ms(whole),
+                "first call": first_call,
+            }
+            found[f"{first} keys before {rows}: ms"] = {k: round(v, 3) for k, v in times.items()}
+            found[f"{first}: difference"] = self.row_errors(out.float(), want)
+        return found
 
     def expert_tiles(self) -> Iterator[tuple[int, ExpertTile]]:
         short, long = self.chunks
-        for rows, cols, warps, stages in (
-            (64, (64, 128), 4, (4, 4)),
-            (64, (128, 128), 4, (3, 3)),
-            (64, (128, 256), 8, (3, 3)),
-            (128, (64, 128), 8, (4, 4)),
-            (128, (128, 256), 8, (3, 3)),
-            (128, (64, 128), 4, (4, 4)),
+        for rows, cols, block_k, warps, stages in (
+            (64, (64, 128), 64, 4, (4, 3)),
+            (64, (64, 128), 64, 4, (5, 6)),
+            (64, (64, 128), 64, 4, (3, 2)),
+            (64, (64, 128), 128, 4, (2, 2)),
+            (64, (64, 256), 128, 8, (3, 2)),
+            (64, (128, 256), 64, 8, (4, 4)),
+            (64, (128, 256), 64, 4, (2, 3)),
+            (64, (128, 256), 128, 8, (2, 2)),
+            (128, (128, 256), 64, 8, (3, 3)),
+            (128, (128, 256), 64, 8, (4, 4)),
+            (128, (128, 128), 128, 8, (2, 2)),
+            (128, (64, 128), 128, 8, (2, 3)),
         ):
             for maps in (False, True):
-                tile = ExpertTile(rows, *cols, 64, warps, warps, *stages, maps)
+                tile = ExpertTile(rows, *cols, block_k, warps, warps, *stages, maps)
                 yield short, tile
-                if rows == 128 or cols == (128, 256):
+                if rows == 128:
                     yield long, tile
 
     def experts(self) -> list[dict[str, Any]]:

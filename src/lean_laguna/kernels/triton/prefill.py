@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.triton.launch import cdiv
-from lean_laguna.kernels.triton.prefill_attention import append_keys, attend_chunk
+from lean_laguna.kernels.triton.prefill_attention import (
+    attend_before,
+    attend_chunk,
+    lowest_key,
+    order_keys,
+    ready_heads,
+)
 from lean_laguna.kernels.triton.prefill_experts import (
     ExpertSort,
     expert_chunk_down,
@@ -32,6 +38,11 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, Spars
 
 MIN_ROWS = 256
 """Rows of the smallest shape a chunk runs in; the others are its doublings."""
+
+MAX_ORDERED = 65536
+"""Keys that are laid in order before attention, 4 KiB each for Laguna-XS; beyond, kernels walk the pages."""
+LIBRARY_FROM = 8192
+"""Where a prompt has got so long that the library's attention pays for keys before the chunk."""
 
 
 def shape_rows(num_tokens: int, chunk_size: int, min_rows: int = MIN_ROWS) -> int:
@@ -72,6 +83,7 @@ class PrefillScratch:
         normed: [C, D].
         delta: [C, D] what an attention or MLP block adds.
         work: Flat; what lives within one block of a layer.
+        keys: Keys and values of one layer in order of position, [S, J, P] each.
         sort: A chunk's rows by expert.
     """
 
@@ -81,17 +93,34 @@ class PrefillScratch:
     normed: Tensor
     delta: Tensor
     work: Tensor
+    keys: tuple[Tensor, Tensor]
     sort: ExpertSort
 
     @classmethod
-    def allocate(cls, weights: TargetWeights, rows: int) -> PrefillScratch:
-        """Return buffers for chunks of up to ``rows`` tokens, a power of two or a multiple of MIN_ROWS."""
+    def allocate(
+        cls, weights: TargetWeights, rows: int, *, max_model_len: int | None = None
+    ) -> PrefillScratch:
+        """Return buffers for chunks of up to ``rows`` tokens, a power of two or a multiple of MIN_ROWS.
+
+        Args:
+            weights: Of the target.
+            rows: C.
+            max_model_len: Positions there can be; None takes what the rotary tables hold.
+        """
         device, dtype, D = weights.head.device, weights.head.dtype, weights.head.shape[1]
 
         def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
             return torch.empty(size, dtype=of, device=device)
 
         sparse = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, SparseWeights)]
+        shapes = [layer.attention.shape for layer in weights.layers]
+        longest = min(max_model_len or weights.layers[0].rotary[0].shape[0], MAX_ORDERED)
+        # Blocks of keys start at multiples of their own size.
+        ordered = (
+            max(longest, *(rows + s.window for s in shapes)) + 256,
+            shapes[0].num_kv_heads,
+            shapes[0].head_dim,
+        )
         widths = [_attention_width(layer) for layer in weights.layers]
         widths += [_mlp_width(layer.mlp) for layer in weights.layers]
         return cls(
@@ -101,6 +130,7 @@ class PrefillScratch:
             normed=empty(rows, D),
             delta=empty(rows, D),
             work=empty(rows * max(widths)),
+            keys=(empty(*ordered), empty(*ordered)),
             sort=ExpertSort.allocate(
                 rows,
                 experts=max((m.gate_up.shape[0] for m in sparse), default=1),
@@ -108,6 +138,13 @@ class PrefillScratch:
                 device=device,
             ),
         )
+
+
+def _has_library(weight: Tensor) -> bool:
+    """Say whether cuDNN's attention may be used: where it was measured, and newer."""
+    if not weight.is_cuda or weight.dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _attention_width(layer: LayerWeights) -> int:
@@ -147,6 +184,8 @@ class PrefillStep:
         taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
             None.
         tiles: By kernel class and rows.
+        library_from: Chunks from this position on leave the keys before them to cuDNN, in full layers; None
+            where there is none.
     """
 
     weights: TargetWeights
@@ -155,6 +194,12 @@ class PrefillStep:
     tap_layers: tuple[int, ...] = ()
     taps: Tensor | None = None
     tiles: PrefillTiles = field(default_factory=PrefillTiles)
+    library_from: int | None = LIBRARY_FROM
+
+    def __post_init__(self) -> None:
+        """Do without the library where it cannot."""
+        if not _has_library(self.weights.head):
+            self.library_from = None
 
     def run(
         self,
@@ -215,12 +260,15 @@ class PrefillStep:
         qkv, heads = _split(scratch.work, rows, shape.width, shape.num_heads * shape.head_dim)
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
         torch.mm(normed, attention.qkv.t(), out=qkv)
-        norms, cache = (attention.q_norm, attention.k_norm), self.caches.layers[i]
-        append_keys(qkv, norms[1], layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
-        tile = self.tiles.attention(shape)
-        attend_chunk(
-            qkv, heads, norms[0], layer.rotary, cache, table, shape, first, num_tokens, tile, eps=eps
-        )
+        norms, cache, end = (attention.q_norm, attention.k_norm), self.caches.layers[i], first + num_tokens
+        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
+        tile, lowest = self.tiles.attention(shape), lowest_key(shape, first)
+        keys, begin, past = cache, None, None
+        if shape.window or end <= MAX_ORDERED:
+            keys, begin = scratch.keys, order_keys(cache, table, scratch.keys, lowest, end, tile)
+            if not shape.window and self.library_from is not None and first >= self.library_from:
+                past = attend_before(qkv, keys, shape, first)
+        attend_chunk(qkv, heads, keys, table, shape, first, num_tokens, tile, begin=begin, past=past)
         torch.mm(heads, attention.out.t(), out=delta)
         add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, num_tokens, eps)
 

@@ -1,28 +1,35 @@
-"""Attention of one chunk of a sequence over the paged cache: first its keys and values, then its queries.
+"""Attention of one chunk of a sequence: its heads made ready, keys laid in order, then its queries.
 
-A program owns a tile of queries of one head and takes keys in absolute blocks, in ascending order: those on
-an edge of what the tile sees with a mask, those between without. Rounding points are those of the decode
-kernels (``heads``, ``combine``).
+Keys live in pages; before a layer's queries run, what they see is copied out in order of position, which
+costs a few percent and lets tensor maps fetch it. A program owns a tile of queries of one head and takes keys
+in absolute blocks, ascending; it may start from what a library has summed over all keys before the chunk.
+Rounding points are those of the decode kernels (``heads``, ``combine``); the library's part is rounded once
+more.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.heads import normed_rotated
-from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.launch import cdiv, is_interpreting, power_of_two
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 
-APPEND_ROWS = 16
-"""Tokens of a program that writes keys and values."""
+READY_ROWS = 16
+"""Tokens of a program that makes heads ready."""
+_LOG2E = 1.4426950408889634
 
 
 @triton.jit(do_not_specialize=["first", "num_tokens"], do_not_specialize_on_alignment=["table_ptr"])
-def _append_kernel(
+def _ready_kernel(
     qkv_ptr,
+    q_norm_ptr,
     k_norm_ptr,
     cos_ptr,
     sin_ptr,
@@ -33,7 +40,7 @@ def _append_kernel(
     num_tokens,
     eps,
     WIDTH: tl.constexpr,
-    K_AT: tl.constexpr,
+    H: tl.constexpr,
     J: tl.constexpr,
     P: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -46,18 +53,24 @@ def _append_kernel(
     live = row < num_tokens
     position = first + row
     d = tl.arange(0, P)
-    at = row.to(tl.int64) * WIDTH + K_AT + head * P
-    k = normed_rotated(qkv_ptr, at, live, k_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
-    v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
-    slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head) * P
-    tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
-    tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
+    at = row.to(tl.int64) * WIDTH + head * P
+    if head < H:
+        q = normed_rotated(qkv_ptr, at, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
+        # Other threads may still be reading what is overwritten.
+        tl.debug_barrier()
+        tl.store(qkv_ptr + at[:, None] + d[None, :], q, mask=live[:, None])
+    else:
+        k = normed_rotated(qkv_ptr, at, live, k_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
+        v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
+        slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head - H) * P
+        tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
+        tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
 
 
-def append_keys(
+def ready_heads(
     qkv: Tensor,
-    k_norm: Tensor,
+    norms: tuple[Tensor, Tensor],
     rotary: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     table: Tensor,
@@ -67,23 +80,23 @@ def append_keys(
     *,
     eps: float,
 ) -> None:
-    """Normalise and rotate a chunk's keys; write keys and values to the cache.
+    """Normalise and rotate a chunk's queries, in place, and its keys; write keys and values to the cache.
 
     Args:
-        qkv: [C, shape.width] q, k, v and gate as projected.
-        k_norm: [P] weight of the key norm; anything where the shape has none.
+        qkv: [C, shape.width] q, k, v and gate as projected; q changed.
+        norms: [P] weights of the query and key norms; anything where the shape has none.
         rotary: cos and sin, [max_model_len, rotary_dim / 2] each.
         cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the tokens' slots written.
         table: [.] int32 block table of the sequence.
         shape: Of this layer.
         first: Position of the chunk's first token.
         num_tokens: Tokens of the chunk.
-        eps: Of the key norm.
+        eps: Of the norms.
     """
-    J, P = shape.num_kv_heads, shape.head_dim
-    _append_kernel[(cdiv(num_tokens, APPEND_ROWS), J)](
+    H, J = shape.num_heads, shape.num_kv_heads
+    _ready_kernel[(cdiv(num_tokens, READY_ROWS), H + J)](
         qkv,
-        k_norm,
+        *norms,
         *rotary,
         *cache,
         table,
@@ -91,15 +104,97 @@ def append_keys(
         num_tokens,
         eps,
         WIDTH=shape.width,
-        K_AT=shape.num_heads * P,
+        H=H,
         J=J,
-        P=P,
+        P=shape.head_dim,
         ROTARY=shape.rotary_dim,
         QK_NORM=shape.has_qk_norm,
         KV_BLOCK=cache[0].shape[1],
-        ROWS=APPEND_ROWS,
+        ROWS=READY_ROWS,
         num_warps=4,
     )
+
+
+@triton.jit(do_not_specialize=["first_page", "offset"], do_not_specialize_on_alignment=["table_ptr"])
+def _order_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    first_page,
+    offset,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    page = first_page + tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(table_ptr + page).to(tl.int64) * SIZE + i
+    target = (page - offset).to(tl.int64) * SIZE + i
+    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=i < SIZE), mask=i < SIZE)
+    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=i < SIZE), mask=i < SIZE)
+
+
+def order_keys(
+    cache: tuple[Tensor, Tensor],
+    table: Tensor,
+    ordered: tuple[Tensor, Tensor],
+    lowest: int,
+    end: int,
+    tile: AttentionTile,
+) -> int:
+    """Copy the keys and values at positions ``lowest`` to ``end - 1`` out of their pages, in order.
+
+    Args:
+        cache: Pages, [num_blocks, kv_block_size, J, P] each.
+        table: [.] int32 block table of the sequence.
+        ordered: [S, J, P] each, written; S at least ``ordered_rows`` of this call.
+        lowest: First position wanted.
+        end: One past the last.
+        tile: Of the attention that follows.
+
+    Returns:
+        Position of the first row of ``ordered``; rows of positions outside the range mean nothing.
+    """
+    kv_block_size = cache[0].shape[1]
+    step = math.lcm(kv_block_size, tile.keys)
+    begin = lowest // step * step
+    first_page = lowest // kv_block_size
+    size = cache[0][0].numel()
+    block = min(4096, power_of_two(size))
+    _order_kernel[(cdiv(end, kv_block_size) - first_page, cdiv(size, block))](
+        *cache, table, *ordered, first_page, begin // kv_block_size, SIZE=size, BLOCK=block, num_warps=4
+    )
+    return begin
+
+
+def lowest_key(shape: AttentionShape, first: int) -> int:
+    """Return the first position that a chunk from position ``first`` on sees."""
+    return max(0, first - shape.window + 1) if shape.window else 0
+
+
+def attend_before(
+    qkv: Tensor, ordered: tuple[Tensor, Tensor], shape: AttentionShape, first: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to all keys before the chunk with cuDNN, which on an H200 is half as fast again as Triton.
+
+    Its algorithm follows from the shapes alone, the padded chunk's and ``first``.
+
+    Args:
+        qkv: [C, shape.width] with queries ready.
+        ordered: [S, J, P] keys and values from position 0 on.
+        shape: Of this layer, without a window.
+        first: Keys to attend to.
+
+    Returns:
+        [H, C, P] softmax-weighted values in the model's dtype, any strides, and [H, C] float32 natural
+        logarithms of the sums of exponentials.
+    """
+    H, P = shape.num_heads, shape.head_dim
+    q = qkv[:, : H * P].unflatten(1, (H, P)).transpose(0, 1)[None]
+    k, v = (t[:first].transpose(0, 1)[None] for t in ordered)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+    return found[0][0], found[1].view(H, -1)
 
 
 @triton.jit
@@ -184,69 +279,81 @@ def _opened(gate, DTYPE: tl.constexpr):
     return tl.where(gate > 20.0, gate, log1p).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first", "num_tokens", "begin"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(
+    do_not_specialize=["first", "num_tokens", "begin", "past_keys"],
+    do_not_specialize_on_alignment=["table_ptr"],
+)
 def _chunk_kernel(
     qkv_ptr,
     out_ptr,
-    q_norm_ptr,
-    cos_ptr,
-    sin_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
+    past_ptr,
+    past_lse_ptr,
     first,
     num_tokens,
     begin,
-    eps,
+    past_keys,
     scale,
+    past_head_stride,
+    past_row_stride,
+    lse_stride,
     WIDTH: tl.constexpr,
     H: tl.constexpr,
     J: tl.constexpr,
     P: tl.constexpr,
-    ROTARY: tl.constexpr,
     WINDOW: tl.constexpr,
-    QK_NORM: tl.constexpr,
     GATE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     PAGED: tl.constexpr,
     MAPS: tl.constexpr,
+    PAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    G: tl.constexpr = H // J
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pid = tl.program_id(0)
     # The tiles with most to do first; heads that share keys side by side.
     tile = (tl.num_programs(0) - 1 - pid) // H
     head = pid % H
+    column = head // (H // J) * P
     row = tile * QUERIES + tl.arange(0, QUERIES)
     live = row < num_tokens
     q_first = first + tile * QUERIES
     position = first + row
     last = first + num_tokens - 1
     end = tl.minimum(last, q_first + QUERIES - 1) + 1
-    at = row.to(tl.int64) * WIDTH + head * P
-    q = normed_rotated(qkv_ptr, at, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
-    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, P), tl.float32)
-    column = (head // G) * P
-    lowest = 0
-    low = 0
+    d = tl.arange(0, P)
+    q_at = row.to(tl.int64) * WIDTH + head * P
+    q = tl.load(qkv_ptr + q_at[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    if PAST:
+        # One term of the softmax stands for all keys before the chunk.
+        peak = tl.load(past_lse_ptr + head * lse_stride + row, mask=live, other=0.0) * 1.4426950408889634
+        total = tl.full((QUERIES,), 1.0, tl.float32)
+        past_at = head.to(tl.int64) * past_head_stride + row.to(tl.int64) * past_row_stride
+        acc = tl.load(past_ptr + past_at[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    else:
+        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, P), tl.float32)
+    lowest = past_keys
+    low = past_keys
     if WINDOW > 0:
+        # So few blocks that masking all of them is quicker than another loop.
         lowest = tl.maximum(q_first - WINDOW + 1, 0)
         low = lowest // KEYS * KEYS
-        # From here on the tile's last row sees every key.
-        inner = tl.cdiv(tl.maximum(q_first + QUERIES - WINDOW, 0), KEYS) * KEYS
-        inner = tl.minimum(inner, tl.cdiv(end, KEYS) * KEYS)
+    else:
+        # Up to here the tile's first row sees every key.
+        edge = tl.maximum((q_first + 1) // KEYS * KEYS, low)
         peak, total, acc = _take_keys(
             q,
             peak,
             total,
             acc,
             low,
-            inner,
+            edge,
             begin,
             last,
             lowest,
@@ -263,44 +370,16 @@ def _chunk_kernel(
             KV_BLOCK,
             PAGED,
             MAPS,
-            True,
+            False,
             STAGES,
         )
-        low = inner
-    # Up to here the tile's first row sees every key.
-    edge = tl.maximum((q_first + 1) // KEYS * KEYS, low)
+        low = edge
     peak, total, acc = _take_keys(
         q,
         peak,
         total,
         acc,
         low,
-        edge,
-        begin,
-        last,
-        lowest,
-        position,
-        scale,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        column,
-        J * P,
-        P,
-        WINDOW,
-        KEYS,
-        KV_BLOCK,
-        PAGED,
-        MAPS,
-        False,
-        STAGES,
-    )
-    peak, total, acc = _take_keys(
-        q,
-        peak,
-        total,
-        acc,
-        edge,
         end,
         begin,
         last,
@@ -326,76 +405,79 @@ def _chunk_kernel(
         gate_at = qkv_ptr + row.to(tl.int64) * WIDTH + (H + 2 * J) * P + head
         gate = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
         y = (y.to(tl.float32) * _opened(gate, DTYPE)[:, None]).to(DTYPE)
-    d = tl.arange(0, P)
     out_at = row.to(tl.int64) * (H * P) + head * P
     tl.store(out_ptr + out_at[:, None] + d[None, :], y, mask=live[:, None])
+
+
+def uses_maps(tile: AttentionTile, device: torch.device) -> bool:
+    """Say whether ordered keys come by tensor maps (sm_90 and later), not by addresses."""
+    return tile.tensor_maps and not is_interpreting() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def attend_chunk(
     qkv: Tensor,
     out: Tensor,
-    q_norm: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
     table: Tensor,
     shape: AttentionShape,
     first: int,
     num_tokens: int,
     tile: AttentionTile,
     *,
-    eps: float,
-    paged: bool = True,
-    maps: bool = False,
-    begin: int = 0,
+    begin: int | None = None,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Attend from a chunk's queries to all keys up to their own, or to those in their window; apply the gate.
 
     Args:
-        qkv: [C, shape.width] q, k, v and gate as projected.
+        qkv: [C, shape.width] q, k, v and gate; queries ready.
         out: [C, H * P], written for the chunk's tokens.
-        q_norm: [P] weight of the query norm; anything where the shape has none.
-        rotary: cos and sin, [max_model_len, rotary_dim / 2] each.
-        cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P], the chunk's own among them.
-        table: [.] int32 block table of the sequence.
+        keys: Keys and values, the chunk's own among them: pages [num_blocks, kv_block_size, J, P], or
+            [S, J, P] in order of position from ``begin`` on.
+        table: [.] int32 block table of the sequence; unused with ordered keys.
         shape: Of this layer; causal.
         first: Position of the chunk's first token.
         num_tokens: Tokens of the chunk.
         tile: By the layer's shape.
-        eps: Of the query norm.
-        paged: Whether ``cache`` is pages; otherwise [., J, P] in order of position, from ``begin`` on.
-        begin: Position of the first key of an unpaged cache.
+        begin: Position of the first ordered key, a multiple of ``tile.keys``; None for pages.
+        past: From ``attend_before``: the keys before ``first``, a multiple of ``tile.keys``, are not read
+            again; or None.
     """
     H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    kv_block_size, operands = cache[0].shape[1], cache
+    maps = begin is not None and uses_maps(tile, qkv.device)
+    operands: tuple[object, ...] = keys
     if maps:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in cache)
+        operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in keys)
+    partial, lse = (qkv, qkv) if past is None else past
     _chunk_kernel[(cdiv(num_tokens, tile.queries) * H,)](
         qkv,
         out,
-        q_norm,
-        *rotary,
         *operands,
         table,
+        partial,
+        lse,
         first,
         num_tokens,
-        begin,
-        eps,
-        P**-0.5 * 1.4426950408889634,
+        begin or 0,
+        0 if past is None else first,
+        P**-0.5 * _LOG2E,
+        partial.stride(0),
+        partial.stride(1),
+        lse.stride(0),
         WIDTH=shape.width,
         H=H,
-        J=shape.num_kv_heads,
+        J=J,
         P=P,
-        ROTARY=shape.rotary_dim,
         WINDOW=shape.window,
-        QK_NORM=shape.has_qk_norm,
         GATE=shape.has_gate,
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        KV_BLOCK=kv_block_size,
-        PAGED=paged,
+        KV_BLOCK=keys[0].shape[1] if begin is None else 1,
+        PAGED=begin is None,
         MAPS=maps,
+        PAST=past is not None,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

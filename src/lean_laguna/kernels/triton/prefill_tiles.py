@@ -12,12 +12,21 @@ from lean_laguna.kernels.triton.attention import AttentionShape
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Queries of a program, keys it takes at a time, warps, depth of the software pipeline."""
+    """Shape of one program of attention.
+
+    Attributes:
+        queries: Queries of one head.
+        keys: Keys taken at a time.
+        warps: Warps of the program.
+        stages: Depth of the software pipeline.
+        tensor_maps: Ordered keys come by tensor maps (sm_90 and later), not by addresses.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    tensor_maps: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class PrefillTiles:
         many_rows: Where an expert gets enough rows for the larger tile.
     """
 
-    full: AttentionTile = field(default=AttentionTile(128, 64, 8, 3))
-    sliding: AttentionTile = field(default=AttentionTile(128, 64, 8, 3))
+    full: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
+    sliding: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     few: ExpertTile = field(default=ExpertTile(64, 64, 128, 64, 4, 4, 4, 4))
     many: ExpertTile = field(default=ExpertTile(128, 128, 128, 64, 8, 8, 3, 3))
     many_rows: int = 4096

@@ -102,7 +102,7 @@ class Scene:
         pages = tuple((filled(*size), filled(*size)) for _ in config.layer_types)
         caches = Caches(pages, tuple(dict(tables)[kind] for kind in config.layer_types))
         scratch = PrefillScratch.allocate(self.weights, CHUNK)
-        for buffer in (scratch.hidden, scratch.normed, scratch.delta, scratch.work, scratch.sort.weights):
+        for buffer in (scratch.hidden, scratch.normed, scratch.delta, scratch.work, *scratch.keys):
             buffer.fill_(garbage)
         taps = filled(CHUNK, len(TAPS), config.hidden_size)
         return PrefillStep(self.weights, caches, scratch, TAPS, taps, TILES)
