@@ -97,6 +97,17 @@ def test_contexts_of_many_chunks_keep_their_bits():
     assert torch.equal(whole[1], found[1])
 
 
+@pytest.mark.parametrize("shape", ["odd widths", "tiny"])
+def test_windows_and_contexts_of_more_chunks_than_torch_adds_in_order(shape):
+    config = laguna_json(**SHAPES[shape], max_position_embeddings=2048, sliding_window=1200)
+    target = random_target(LagunaConfig.from_dict(config))
+    ids = random_ids(1300, vocab=target.config.vocab_size)
+    whole = run_alone(target, ids, [1300], page=16)
+    found = run_alone(target, ids, [1240, 1, 1, 8, 1, 16, 1, 8, 8, *[1] * 16], page=16)
+    assert torch.equal(whole[0], found[0])
+    assert torch.equal(whole[1], found[1])
+
+
 def test_rejected_rows_that_were_overwritten_leave_nothing(tiny_target):
     ids = random_ids(60)
     expected, _ = run_alone(tiny_target, ids, [40, 20])

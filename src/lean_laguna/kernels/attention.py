@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lean_laguna.kernels.attention_plan import ATTN_CHUNK, AttentionPlan, Span, TileBatch
-from lean_laguna.kernels.elementwise import scalar
+from lean_laguna.kernels.elementwise import add_up, scalar
 from lean_laguna.kernels.linear import ROW_TILE, batched_matmul
 
 __all__ = ["AttentionPlan", "Span", "paged_attention"]
@@ -67,7 +67,9 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -
     else:
         by_chunk = weights.view(pairs, tall, num_chunks, ATTN_CHUNK).transpose(1, 2)
         partial = batched_matmul(by_chunk.reshape(pairs * num_chunks, tall, ATTN_CHUNK), values)
-        # torch's outer reduction adds the chunks in their order; chunks out of sight are an exact zero.
-        out = partial.view(pairs, num_chunks, tall * head_dim).sum(1)
+        # Chunks out of sight are an exact zero.
+        out = add_up(
+            partial.view(pairs, num_chunks, tall * head_dim), partial.new_empty(pairs, tall * head_dim)
+        )
     rows = out.view(num_tiles, num_kv_heads, ROW_TILE, per_kv, head_dim).transpose(1, 2)
     return rows.contiguous().view(num_tiles * ROW_TILE, -1, head_dim)

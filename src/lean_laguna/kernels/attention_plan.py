@@ -22,7 +22,7 @@ _MAX_GATHERED = 1 << 24
 # share of what is needed.
 _MIN_CHUNKS, _MAX_PADDING = 64, 1.25
 _IN_TILE = np.arange(ROW_TILE)
-_HIDDEN, _SEEN = np.float32(-np.inf), np.float32(0)
+HIDDEN, SEEN = np.float32(-np.inf), np.float32(0)
 
 
 class Span(Protocol):
@@ -115,11 +115,6 @@ class Tiles:
         last = self.spans[-1]
         return last.start + last.num_rows
 
-    @property
-    def is_single(self) -> bool:
-        """Whether one tile holds all rows."""
-        return len(self.spans) == 1 and self.spans[0].num_rows <= ROW_TILE
-
     @functools.cached_property
     def cut(self) -> _Cut:
         """The tiles."""
@@ -170,8 +165,6 @@ def plan_attention(
     Raises:
         ValueError: A visible position's page is not kept.
     """
-    if tiles.is_single:
-        return _plan_single(tiles.spans[0], group, kv_block_size, num_kv_heads, window, device)
     layout = _Layout.of(tiles, group, kv_block_size, window)
     runs = layout.runs(max(1, _MAX_GATHERED // (2 * num_kv_heads * head_dim * ATTN_CHUNK)))
     tile_rows = tiles.cut.tile_rows
@@ -186,45 +179,6 @@ def plan_attention(
         None if tile_rows is None else torch.from_numpy(tile_rows).to(device),
         tiles.num_rows,
     )
-
-
-def _plan_single(
-    span: Span,
-    group: int,
-    kv_block_size: int,
-    num_kv_heads: int,
-    window: int | None,
-    device: torch.device | str,
-) -> AttentionPlan:
-    """Lay out one tile: what ``_Layout`` does, with few calls, for it runs in every decode step."""
-    first, last = span.first_position, span.first_position + span.num_rows - 1
-    lowest = 0 if window is None else max(0, first - window + 1)
-    begin = lowest // ATTN_CHUNK * ATTN_CHUNK
-    num_chunks = last // ATTN_CHUNK - begin // ATTN_CHUNK + 1
-    table = np.array(span.block_tables[group], dtype=np.int64)
-    keys = np.arange(lowest, last + 1)
-    slots = np.zeros(num_chunks * ATTN_CHUNK, dtype=np.int64)
-    read = slots[lowest - begin : last + 1 - begin]
-    np.add(table[keys // kv_block_size] * kv_block_size, keys % kv_block_size, out=read)
-    own = read[first - lowest :]
-    if read[: first - lowest].min(initial=kv_block_size) < kv_block_size or own.min() < kv_block_size:
-        raise ValueError("attention needs a position whose KV page is not kept")
-    kv_rows = slots * (2 * num_kv_heads) + np.arange(2 * num_kv_heads)[:, None]
-    distance = np.arange(begin - first, begin - first + slots.size) - np.minimum(
-        _IN_TILE, span.num_rows - 1
-    ).reshape(-1, 1)
-    is_hidden = distance > 0
-    if window is not None:
-        is_hidden |= distance <= -window
-    mask = torch.from_numpy(np.where(is_hidden, _HIDDEN, _SEEN)).to(device)
-    batch = TileBatch(
-        None,
-        torch.from_numpy(kv_rows.reshape(-1)).to(device),
-        mask.view(1, 1, ROW_TILE, 1, num_chunks, ATTN_CHUNK),
-        1,
-        num_chunks,
-    )
-    return AttentionPlan(torch.from_numpy(own.copy()).to(device), None, (batch,), None, span.num_rows)
 
 
 @dataclass(frozen=True)
@@ -294,7 +248,7 @@ class _Layout:
             seen &= keys[:, None] > positions[:, :, None] - self.window
         kv_and_head = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads, 1)
         kv_rows = (slots * (2 * num_kv_heads))[None, :, None] + kv_and_head
-        mask = torch.from_numpy(np.where(seen, _SEEN, _HIDDEN)).to(device)
+        mask = torch.from_numpy(np.where(seen, SEEN, HIDDEN)).to(device)
         return TileBatch(
             torch.from_numpy(cut.packed[run].reshape(-1)).to(device) if is_mapped else None,
             torch.from_numpy(kv_rows.reshape(-1)).to(device),

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from lean_laguna.kernels.elementwise import sigmoid, silu_and_mul, softcap
+from lean_laguna.kernels.elementwise import add_up, sigmoid, silu_and_mul, softcap
 from lean_laguna.kernels.linear import ROW_TILE, batched_matmul, linear
 
-# Up to so many experts, torch's sum over them adds in ascending order, whichever are zero.
+# Up to so many experts, one product over the whole bank does well.
 MAX_BANK = 16
 # Up to so many experts in use, running them one by one beats one batched product over the whole bank.
 FEW_EXPERTS = 6
@@ -95,7 +95,8 @@ def _on_tile(
         return total
     joint = batched_matmul(x.expand(gate_up.shape[0], -1, -1), gate_up.transpose(1, 2))
     hidden = silu_and_mul(joint).mul_(by_expert.t().unsqueeze(-1))
-    return batched_matmul(hidden, down.transpose(1, 2)).sum(0)
+    terms = batched_matmul(hidden, down.transpose(1, 2))
+    return add_up(terms.view(1, len(terms), -1), terms.new_empty(1, terms[0].numel())).view_as(terms[0])
 
 
 def _by_expert(

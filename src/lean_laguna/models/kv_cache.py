@@ -39,6 +39,14 @@ class KVCache:
 
     A layer's storage is [num_blocks, kv_block_size, 2, J, P]: key and value of a token lie side by side, so
     one copy writes both and one gather reads both.
+
+    Attributes:
+        groups: As given.
+        num_blocks: Of each group.
+        kv_block_size: Tokens per KV page.
+        dtype: Of keys and values.
+        num_changes: Per group, a count that grows whenever its pages are handed out to be written: while it
+            stands still, so do they.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class KVCache:
         self.num_blocks = tuple(num_blocks)
         self.kv_block_size = kv_block_size
         self.dtype = dtype
+        self.num_changes = [0] * len(self.groups)
         self._layers = [
             [
                 torch.zeros(
@@ -65,12 +74,17 @@ class KVCache:
         ]
 
     def storage(self, group: int, layer: int) -> torch.Tensor:
-        """Storage of the group's ``layer``-th layer, [num_blocks, kv_block_size, 2, J, P]."""
+        """Storage of the group's ``layer``-th layer, [num_blocks, kv_block_size, 2, J, P], to be written."""
+        self.num_changes[group] += 1
         return self._layers[group][layer]
+
+    def pages(self, group: int) -> Sequence[torch.Tensor]:
+        """Storage of every layer of a group, only to be read."""
+        return self._layers[group]
 
     def layer(self, group: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's keys and values, each [num_blocks, kv_block_size, J, P]."""
-        storage = self._layers[group][layer]
+        storage = self.storage(group, layer)
         return storage[:, :, 0], storage[:, :, 1]
 
     def write(self, group: int, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -83,6 +97,7 @@ class KVCache:
             k: Keys [T, J, P].
             v: Values [T, J, P].
         """
+        self.num_changes[group] += 1
         kept = slots >= self.kv_block_size
         rows = torch.stack((k, v), dim=1)[kept].to(self.dtype)
         self._layers[group][layer].view(-1, *rows.shape[1:]).index_copy_(0, slots[kept], rows)
@@ -95,6 +110,7 @@ class KVCache:
             slots: Flat slots [T] int64; those in the null block are dropped.
             kv: [T, L, 2, J, P], L the group's layers.
         """
+        self.num_changes[group] += 1
         kept = slots >= self.kv_block_size
         if not bool(kept.all()):
             slots, kv = slots[kept], kv[kept]

@@ -18,11 +18,12 @@ from torch import nn
 
 from lean_laguna.core.model_config import LagunaConfig, LayerType
 from lean_laguna.kernels import dispatch
+from lean_laguna.kernels.kv_mirror import TilePlan
 from lean_laguna.models.dense_attention import Backend, make_attend, reset_positions
 from lean_laguna.models.forward_batch import ForwardBatch
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.models.laguna_layers import DecoderLayer, LayerStep, RMSNorm
-from lean_laguna.models.laguna_tile import TilePass
+from lean_laguna.models.laguna_tile import TilePasses
 from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
 from lean_laguna.quant.packed import PackedWeight
@@ -96,8 +97,7 @@ class LagunaForCausalLM(nn.Module):
             self._place.append((group, counts[group]))
             counts[group] += 1
         self._groups = self.kv_groups()
-        # By number of threads: which products keep their rows' bits is known for that number only.
-        self._tile_passes: dict[int, TilePass | None] = {}
+        self._tile_passes: TilePasses | None = None
         self._is_packed = False
         # Of a quantised checkpoint: weights that stay packed, by parameter, and the FP8 cache's scales.
         self.packed_weights: dict[str, PackedWeight] = {}
@@ -148,35 +148,28 @@ class LagunaForCausalLM(nn.Module):
         """
         if not self._is_packed:
             self.pack()
+        tile = self._tile_plans(batch, kv_cache)
         num_rows = batch.input_ids.shape[0]
-        padding = -num_rows % dispatch.ROW_TILE
+        padding = tile[0] - num_rows if tile else -num_rows % dispatch.ROW_TILE
         ids, positions = batch.input_ids, batch.positions
         if padding:
             # Whole tiles from here on; padding rows repeat the last and are dropped at the end.
             ids, positions = (torch.cat((rows, rows[-1:].expand(padding))) for rows in (ids, positions))
-        steps = self._steps(batch, positions)
         residual = F.embedding(ids, self.model.embed_tokens.weight)
-        is_tile = residual.shape[0] == dispatch.ROW_TILE and len(batch.spans) == 1
-        is_kept = all(step is None or step.plan.kept_rows is None for step in steps)
-        is_plain = is_tile and is_kept and kv_cache.dtype == residual.dtype
-        tile_pass = self._tile_pass() if is_plain else None
-        if tile_pass is not None:
-            taps = tile_pass.run(residual, kv_cache, self._place, steps, tap_layer_ids)
+        if tile is not None and self._tile_passes is not None:
+            turns = self._turns(batch, positions)
+            taps = self._tile_passes.run(residual, kv_cache, self._place, tile[1], turns, tap_layer_ids)
         else:
-            taps = self._run_layers(residual, kv_cache, steps, tap_layer_ids)
+            taps = self._run_layers(residual, kv_cache, self._steps(batch, positions), tap_layer_ids)
         hidden = self.model.norm(residual)[:num_rows]
         aux = torch.stack([taps[i][:num_rows] for i in tap_layer_ids], dim=1) if tap_layer_ids else None
         return TargetOutput(hidden, aux)
 
-    def _tile_pass(self) -> TilePass | None:
-        """Return the prepared pass for the present number of threads, or None where there is none."""
-        threads = torch.get_num_threads()
-        if threads not in self._tile_passes:
-            layers = self.layers
-            with torch.inference_mode(False), torch.no_grad():
-                fits = TilePass.fits(self.config, layers)
-                self._tile_passes[threads] = TilePass(self.config, layers) if fits else None
-        return self._tile_passes[threads]
+    def _tile_plans(self, batch: ForwardBatch, kv_cache: KVCache) -> tuple[int, list[TilePlan | None]] | None:
+        """Return the height and the plans of the prepared pass for a batch; None where it must go without."""
+        if self._tile_passes is None:
+            self._tile_passes = TilePasses(self.config, self.layers, self._groups)
+        return self._tile_passes.plan(batch, kv_cache)
 
     def _run_layers(
         self,
@@ -271,7 +264,7 @@ class LagunaForCausalLM(nn.Module):
         """Forget the served path's layout; the next ``forward`` makes it anew."""
         for layer in self.layers:
             layer.pack(False)
-        self._tile_passes.clear()
+        self._tile_passes = None
         self._is_packed = False
 
     def load_state_dict(
@@ -289,13 +282,19 @@ class LagunaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         return self
 
-    def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep | None]:
-        """Lay out the pass for each KV group; None where a group has no layers."""
+    def _turns(self, batch: ForwardBatch, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return cos and signed sine of each kind of layer, [T, 1, R] in the weights' dtype."""
         dtype = self.model.embed_tokens.weight.dtype
         num_positions = max(span.first_position + span.num_rows for span in batch.spans)
+        turns = [self.rotary[kind].turns(positions, num_positions) for kind in _KINDS]
+        return [(cos.to(dtype), signed_sin.to(dtype)) for cos, signed_sin in turns]
+
+    def _steps(self, batch: ForwardBatch, positions: torch.Tensor) -> list[LayerStep | None]:
+        """Lay out the pass for each KV group; None where a group has no layers."""
+        turns = self._turns(batch, positions)
         tiles = dispatch.Tiles(batch.spans)
         steps: list[LayerStep | None] = []
-        for kind, group in zip(_KINDS, self._groups, strict=True):
+        for (cos, signed_sin), group in zip(turns, self._groups, strict=True):
             if not group.num_layers:
                 steps.append(None)
                 continue
@@ -308,6 +307,5 @@ class LagunaForCausalLM(nn.Module):
                 group.window,
                 positions.device,
             )
-            cos, signed_sin = self.rotary[kind].turns(positions, num_positions)
-            steps.append(LayerStep(plan, cos.to(dtype), signed_sin.to(dtype)))
+            steps.append(LayerStep(plan, cos, signed_sin))
         return steps

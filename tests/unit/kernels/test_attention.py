@@ -143,19 +143,3 @@ def test_own_slots_name_kept_rows_only():
     plan = plan_attention(Tiles([Span(0, 2, 32, ((0, 0, 7),))]), 0, 16, 1, 8, 1)
     assert plan.slots.tolist() == [7 * 16, 7 * 16 + 1]
     assert plan.kept_rows is None
-
-
-@pytest.mark.parametrize("window", [None, 1, 20, 70, 200])
-@pytest.mark.parametrize(("first", "rows"), [(0, 1), (0, 8), (63, 1), (60, 8), (130, 3), (191, 8)])
-def test_one_tile_is_laid_out_as_any_other(window, first, rows, monkeypatch, generator):
-    table = tuple((1 + torch.randperm(20, generator=generator)).tolist())
-    span = Span(0, rows, first, (table,))
-    one = plan_attention(Tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, window)
-    monkeypatch.setattr(Tiles, "is_single", False)
-    any_other = plan_attention(Tiles([span]), 0, PAGE, KV_HEADS, HEAD_DIM, window)
-    assert torch.equal(one.slots, any_other.slots)
-    assert (one.kept_rows, one.packed_rows, one.num_rows) == (None, None, rows)
-    ours, theirs = one.batches[0], any_other.batches[0]
-    assert (ours.rows, ours.num_tiles, ours.num_chunks) == (theirs.rows, 1, theirs.num_chunks)
-    assert torch.equal(ours.kv_rows, theirs.kv_rows)
-    assert torch.equal(ours.mask, theirs.mask)

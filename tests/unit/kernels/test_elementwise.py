@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from lean_laguna.kernels import elementwise
 from lean_laguna.kernels.elementwise import (
+    add_up,
     apply_rotary,
     rms_norm,
     rms_scale,
@@ -116,3 +117,14 @@ def test_numbers_as_tensors_can_be_used_with_gradients():
     x = torch.ones(2, requires_grad=True)
     (x * elementwise.scalar(0.5)).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("columns", [1, 20, 40, 64, 80, 192, 1000])
+@pytest.mark.parametrize("terms", [1, 3, 6, 16, 17, 40])
+def test_terms_are_added_in_their_order_in_every_column(columns, terms, generator):
+    x = torch.randn(3, terms, columns, generator=generator)
+    expected = x[:, 0].clone()
+    for i in range(1, terms):
+        expected += x[:, i]
+    assert torch.equal(add_up(x, torch.empty(3, columns)), expected)
+    assert torch.equal(add_up(x[1:2], torch.empty(1, columns)), expected[1:2])
