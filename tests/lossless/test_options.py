@@ -17,9 +17,16 @@ from support.engines import (
     plain,
     run_all,
     scripts_of,
+    tiny_tokenizer,
     tokens_of,
 )
 
+STRUCTURED = (
+    {"json": {"type": "object", "properties": {"to": {"type": "string"}, "n": {"enum": [1, 22]}}}},
+    {"regex": "(a|to| in){1,9}[0-9]{2}☃"},
+    {"choice": ["yes", "no, never"]},
+)
+THINK = tiny_tokenizer().token_to_id("<think>")
 TOKENS = st.integers(20, VOCAB - 1)
 OPTIONS = st.fixed_dictionaries(
     {},
@@ -42,6 +49,8 @@ OPTIONS = st.fixed_dictionaries(
         "include_stop_str_in_output": st.booleans(),
         "skip_special_tokens": st.booleans(),
         "seed": st.integers(0, 2**64 - 1),
+        "thinking_token_budget": st.sampled_from([None, 0, 2, 9]),
+        "structured_outputs": st.sampled_from([None, None, *STRUCTURED]),
     },
 )
 # Where in the unstopped output a stop is put, as shares of its length: None puts none.
@@ -69,6 +78,7 @@ def requests(draw):
     options["min_tokens"] = min(options.get("min_tokens", 0), options.setdefault("max_tokens", 16))
     params = SamplingParams(**{"seed": 7, **options})
     prompt = tokens_of(draw(st.integers(0, 3)), draw(st.sampled_from([1, 7, 8, 9, 17, 24, 25])))
+    prompt += draw(st.sampled_from([[], [THINK]]))
     return prompt, with_stops(params, prompt, draw(PLACES), draw(PLACES), draw(PLACES))
 
 
@@ -139,7 +149,13 @@ ONE_BY_ONE = {
     "prompt_logprobs": {"prompt_logprobs": 5},
     "n": {"n": 3},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {1: 5.0}},
+    "thinking_token_budget": {"thinking_token_budget": 5},
+    "structured_outputs": {"structured_outputs": STRUCTURED[0], "ignore_eos": False},
 }
+
+
+def prompt_for(option):
+    return tokens_of(1, 19) + [THINK] * (option == "thinking_token_budget")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
@@ -147,7 +163,7 @@ ONE_BY_ONE = {
 def test_each_option_alone_is_lossless(option, temperature):
     given_params = {"temperature": temperature, "max_tokens": 24, "ignore_eos": True, "seed": 9}
     params = SamplingParams(**(given_params | ONE_BY_ONE[option]))
-    prompt = tokens_of(1, 19)
+    prompt = prompt_for(option)
     expected = plain(prompt, params)
     for drafter in ("oracle", "mixed", "dflash"):
         engine = make_engine(PROPOSERS[drafter](scripts_of(expected)), 7)
@@ -167,7 +183,7 @@ OTHERWISE = {
 def test_each_option_changes_something(option):
     """Without this, the test above could pass for an option that is ignored everywhere."""
     base = {"temperature": 1.0, "max_tokens": 48, "ignore_eos": True, "seed": 9}
-    prompt = tokens_of(1, 19)
+    prompt = prompt_for(option)
     without = plain(prompt, SamplingParams(**(base | OTHERWISE.get(option, {})))).outputs[0]
     with_it = plain(prompt, SamplingParams(**(base | ONE_BY_ONE[option]))).outputs[0]
     assert (without.token_ids, without.text) != (with_it.token_ids, with_it.text)
