@@ -151,7 +151,7 @@ def parse_speculators(config: Fields) -> dict[str, Any]:
         "layer_causal": tuple(window is not None and not non_causal for window in windows),
         "draft_block_size": config.count("block_size", DEFAULT_BLOCK_SIZE["speculators"]),
         "target_layer_ids": tuple(layer - 1 for layer in aux_ids),
-        "num_target_layers": None,
+        "num_target_layers": config.count("num_target_layers") if "num_target_layers" in config else None,
         "mask_token_id": config.count("mask_token_id", minimum=0),
         "draft_vocab_size": config.count("draft_vocab_size", 32000),
     }

@@ -212,4 +212,6 @@ def _speculators(config: DFlashConfig, target_name: str | None) -> dict[str, Any
             "verifier": {"name_or_path": target_name, "architectures": ["LagunaForCausalLM"]},
         },
     }
+    if config.num_target_layers is not None:  # a key of ours: the format has none, and ignores this one
+        written["num_target_layers"] = config.num_target_layers
     return written | (config.dspark.to_dict() if config.dspark is not None else {})

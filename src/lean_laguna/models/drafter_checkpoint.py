@@ -82,9 +82,22 @@ def load_drafter(
             a vocabulary map that is absent or contradicts itself; a damaged file.
         ConfigError: A config value is wrong, or does not fit the target; names found and expected.
     """
+    config = DFlashConfig.from_file(path)
+    config.check_target(target_config, str(path))
+    return read_drafter(path, dtype=dtype, device=device)
+
+
+def read_drafter(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> DFlashDrafter:
+    """Load a drafter folder as ``load_drafter`` does, with no target to hold it against.
+
+    Raises:
+        CheckpointError: As for ``load_drafter``.
+        ConfigError: A config value is wrong.
+    """
     folder = Path(path)
     config = DFlashConfig.from_file(folder)
-    config.check_target(target_config, str(folder))
     with torch.device("meta"):
         drafter = make_drafter(config)
     drafter.requires_grad_(False).eval()
