@@ -532,13 +532,14 @@ def main() -> None:
         "--tiny", action="store_true", help="a toy shape on the CPU, to try the script itself"
     )
     parser.add_argument(
-        "--phases", default="check,repeat,totals,host,experts,attention,classes,library_attention"
+        "--phases", default="check,repeat,library_attention,totals,host,attention,classes,experts"
     )
     args = parser.parse_args()
     bench = Bench(args)
     bench.phase("build", bench.build)
     if not args.tiny:
-        runs = [partial(bench.whole, bench.step(c), c, c) for c in (*bench.chunks, 256)]
+        sizes = [(c, c) for c in (*bench.chunks, 256)] + [(2 * bench.chunks[-1], bench.chunks[-1])]
+        runs = [partial(bench.whole, bench.step(c), n, c) for n, c in sizes]
         bench.phase("compile", lambda: bench.compile(runs))
     for name in args.phases.split(","):
         bench.phase(name, getattr(bench, name))
