@@ -50,7 +50,10 @@ COMPLETION = {
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "run", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+        "function": {
+            "name": "run",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
     }
 ]
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -69,7 +72,9 @@ CASES += [("/v1/chat/completions", name, case) for name, case in (COMMON | CHAT)
 
 
 def body_of(path: str, case: dict[str, Any]) -> dict[str, Any]:
-    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    prompt = (
+        {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     return {"max_tokens": 14, **prompt, **case}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,20 +92,24 @@ def tiny(**options: Any) -> Callable[[], LLM]:
 
 
 @contextlib.contextmanager
-def running(load: Callable[[], LLM], **config: Any) -> Iterator[RunningServer]:
-    """Run a server on a free port until the block ends."""
+def running(
+    load: Callable[[], LLM], *, send_buffer: int | None = None, **config: Any
+) -> Iterator[RunningServer]:
+    """Run a server on a free port until the block ends; a small send buffer lets slow readers be felt."""
     settled = threading.Event()
     listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = make_server(ServerConfig(**{"shutdown_timeout_s": 1, **config}), load, lambda _: settled.set())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
+    up = RunningServer(server, listener.getsockname()[1])
     try:
         assert settled.wait(60)
-        up = RunningServer(server, listener.getsockname()[1])
         assert up.service.engine.error is None
         yield up
-        up.client.close()
     finally:
+        up.client.close()
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
