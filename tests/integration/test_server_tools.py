@@ -1,0 +1,86 @@
+"""Forced calls, schemas and thinking budgets over HTTP, from a real model that would rather write Python."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.servers import RunningServer
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"enum": ["a + b", "a - b"]}, "times": {"type": "integer", "maximum": 99}},
+    "required": ["code", "times"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "run", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+RUN = {"type": "function", "function": {"name": "run"}}
+FORCED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 80}
+
+
+def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in choice["message"]["tool_calls"]
+    ]
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "thinking"])
+def test_a_named_function_is_called_with_what_its_schema_allows(server: RunningServer, thinks: bool) -> None:
+    kwargs = {"enable_thinking": thinks}
+    body = {**FORCED, "tool_choice": RUN, "chat_template_kwargs": kwargs, "thinking_token_budget": 6}
+    answer = server.ok(CHAT, **body)
+    (choice,) = answer["choices"]
+    ((name, arguments),) = called(choice)
+    assert name == "run"
+    assert arguments["code"] in ("a + b", "a - b")
+    assert arguments["times"] <= 99
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert (0 < thought <= 6) if thinks else thought == 0
+
+
+def test_a_required_call_may_be_any_and_streams_as_it_is_whole(server: RunningServer) -> None:
+    body = {**FORCED, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = server.ok(CHAT, **body)["choices"]
+    ((name, arguments),) = called(choice)
+    pieces = [
+        call["function"]
+        for event in server.events(CHAT, **body)
+        for streamed in event["choices"]
+        for call in streamed["delta"].get("tool_calls") or []
+    ]
+    assert [piece["name"] for piece in pieces if piece.get("name")] == [name]
+    assert json.loads("".join(piece.get("arguments") or "" for piece in pieces)) == arguments
+
+
+def test_a_forced_call_that_is_cut_is_not_reported_as_finished(server: RunningServer) -> None:
+    (choice,) = server.ok(CHAT, **{**FORCED, "tool_choice": RUN, "max_tokens": 7})["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": RUN, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"structured_outputs": {"json": {"type": "strange"}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"thinking_token_budget": -3}, "thinking_token_budget"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(
+    server: RunningServer, changes: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        response = server.post(CHAT, **{**FORCED, **changes, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
