@@ -11,13 +11,19 @@ from lean_laguna.cli.parser import Parser
 from lean_laguna.core.errors import ConfigError, nearest
 
 # The conversions and the modules of this package that hold them.
-CONVERSIONS = {"quantize": "convert_quantize"}
+CONVERSIONS = {
+    "quantize": "convert_quantize",
+    "context": "convert_context",
+    "drafter": "convert_drafter",
+}
 HELP = """\
-usage: lean-laguna convert quantize SOURCE DESTINATION [options]
+usage: lean-laguna convert quantize|context|drafter SOURCE DESTINATION [options]
 
 A checkpoint in, a checkpoint out; the source stays as it is.
 
   quantize   store weights in 4 or 8 bits: NVFP4, FP8, INT8, INT4
+  context    256K to 1M positions and back, for Laguna-S
+  drafter    from one drafter format to another, bit for bit
 
   lean-laguna convert NAME --help    options and an example
 
