@@ -13,7 +13,6 @@ from lean_laguna.quant.arguments import weight_scheme
 from lean_laguna.quant.config import read_quantization
 from lean_laguna.quant.scheme import WeightScheme
 
-_ROUTER = r"re:.*\.mlp\.gate$"
 _LAYER = re.compile(r"^(.*?layers)\.(\d+)\.(.*)$")
 
 
@@ -30,7 +29,9 @@ def quantization_json(source: Source, added: Mapping[str, WeightScheme]) -> dict
     schemes = {**source.quantised, **added}
     known = _own_groups(source)
     distinct = list(dict.fromkeys(schemes.values()))
-    plain = [module for module in source.shapes if module not in schemes]
+    # Loaders that go by names alone take every weight but a norm's for a linear's.
+    others = [module for module in source.other_modules() if not module.endswith("norm")]
+    plain = [module for module in source.shapes if module not in schemes] + others
     groups = {}
     for i, scheme in enumerate(distinct):
         if len(distinct) == 1:
@@ -39,14 +40,13 @@ def quantization_json(source: Source, added: Mapping[str, WeightScheme]) -> dict
             targets = targets_of([m for m, own in schemes.items() if own == scheme], source.shapes)
         groups[f"group_{i}"] = {"targets": targets, **known.get(scheme, _group(scheme))}
     formats = {group["format"] for group in groups.values()}
-    has_router = any(name.endswith(".mlp.gate.weight") for name in source.tensors.names())
     given = source.config.get("quantization_config") or source.config.get("compression_config") or {}
     written = {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": targets_of(plain, source.shapes) + [_ROUTER] * has_router,
+        "ignore": targets_of(plain, [*source.shapes, *others]),
         "kv_cache_scheme": given.get("kv_cache_scheme"),
         "global_compression_ratio": None,
     }

@@ -44,6 +44,11 @@ class Source:
         words = " ".join(map(str, self.config.get("architectures") or ())).lower()
         return "dflash" in words or "dspark" in words or "dflash_config" in self.config
 
+    def other_modules(self) -> list[str]:
+        """Modules with a weight that are no linears: norms, router, embeddings."""
+        weights = [name.removesuffix(_WEIGHT) for name in self.tensors.names() if name.endswith(_WEIGHT)]
+        return [module for module in weights if module not in self.shapes]
+
     def files(self) -> list[Path]:
         """Files with tensors, in order."""
         return sorted({self.tensors.file_of(name) for name in self.tensors.names()})
