@@ -142,10 +142,9 @@ def check_constraints(request, done, fits):
         assert fits(text), text
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_speculation_changes_nothing_and_constraints_hold(part):
+def check_cases(seeds):
     num_accepted = num_stopped = 0
-    for seed in range(part, CASES, 4):
+    for seed in seeds:
         rng, target, fresh, fits = random_case(seed)
         plain = decode(target, fresh())
         check_constraints(fresh(), plain, fits)
@@ -161,8 +160,19 @@ def test_speculation_changes_nothing_and_constraints_hold(part):
             drafted = decode(target, fresh(), drafter, noise=noise)
             assert drafted.outcome() == plain.outcome(), seed
             num_accepted += drafted.stats.num_accepted_tokens
+    return num_accepted, num_stopped
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_speculation_changes_nothing_and_constraints_hold(part):
+    num_accepted, num_stopped = check_cases(range(part, CASES, 4))
     assert num_accepted > 200
     assert num_stopped > 5
+
+
+@pytest.mark.slow
+def test_speculation_changes_nothing_in_many_cases():
+    check_cases(range(CASES, 1600))
 
 
 def test_foreseen_tokens_are_always_accepted():
