@@ -15,6 +15,7 @@ import torch
 from lean_laguna.core.config import DraftLength, EngineConfig
 from lean_laguna.core.types import Logprob, SamplingParams
 from lean_laguna.engine.draft_lengths import DraftLengths, controller_for
+from lean_laguna.engine.foreseen import with_foreseen
 from lean_laguna.engine.intake import Intake, context_limit
 from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
 from lean_laguna.engine.logprobs import prompt_logprobs, with_text
@@ -242,7 +243,7 @@ class LLMEngine:
         """Run one round for every sequence: draft, verify, accept, commit."""
         start_s = time.perf_counter()
         lengths = self._draft_lengths.choose(sequences)
-        drafts = self._runner.propose(sequences, lengths)
+        drafts = with_foreseen(self._runner.propose(sequences, lengths), sequences, self.scheduler.limits)
         drafted_s = time.perf_counter()
         runs = []
         for sequence, draft in zip(sequences, drafts, strict=True):
