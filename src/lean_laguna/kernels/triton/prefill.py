@@ -32,7 +32,7 @@ from lean_laguna.kernels.triton.prefill_experts import (
     sort_by_expert,
 )
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, silu_and_mul
-from lean_laguna.kernels.triton.prefill_tiles import PrefillTiles
+from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
 
@@ -183,7 +183,7 @@ class PrefillStep:
         tap_layers: Layers whose residual stream the drafter reads, in the order of ``taps``.
         taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
             None.
-        tiles: By kernel class and rows.
+        tiles: By kernel class and rows; None takes those of the device.
         library_from: Chunks from this position on leave the keys before them to cuDNN, in full layers; None
             where there is none.
     """
@@ -193,11 +193,13 @@ class PrefillStep:
     scratch: PrefillScratch
     tap_layers: tuple[int, ...] = ()
     taps: Tensor | None = None
-    tiles: PrefillTiles = field(default_factory=PrefillTiles)
+    tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
+    _tiles: PrefillTiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Do without the library where it cannot."""
+        """Settle what follows from the device."""
+        self._tiles = self.tiles or PrefillTiles.of(self.weights.head.device)
         if not _has_library(self.weights.head):
             self.library_from = None
 
@@ -262,15 +264,19 @@ class PrefillStep:
         torch.mm(normed, attention.qkv.t(), out=qkv)
         norms, cache, end = (attention.q_norm, attention.k_norm), self.caches.layers[i], first + num_tokens
         ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
-        tile, lowest = self.tiles.attention(shape), lowest_key(shape, first)
+        tile, lowest = self._tiles.attention(shape), lowest_key(shape, first)
         keys, begin, past = cache, None, None
         if shape.window or end <= MAX_ORDERED:
             keys, begin = scratch.keys, order_keys(cache, table, scratch.keys, lowest, end, tile)
-            if not shape.window and self.library_from is not None and first >= self.library_from:
+            if not shape.window and self._leaves_keys(first, tile):
                 past = attend_before(qkv, keys, shape, first)
         attend_chunk(qkv, heads, keys, table, shape, first, num_tokens, tile, begin=begin, past=past)
         torch.mm(heads, attention.out.t(), out=delta)
         add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, num_tokens, eps)
+
+    def _leaves_keys(self, first: int, tile: AttentionTile) -> bool:
+        """Say whether a chunk from position ``first`` on leaves the keys before it to the library."""
+        return self.library_from is not None and first >= self.library_from and first % tile.keys == 0
 
     def _run_dense(
         self, mlp: DenseWeights, rows: int, num_tokens: int, after: Tensor, tap: Tensor | None
@@ -296,7 +302,7 @@ class PrefillStep:
         torch.mm(normed, mlp.router_gate_up.t(), out=both)
         silu_and_mul(both[:, E:], shared, num_tokens)
         torch.mm(shared, mlp.shared_down.t(), out=delta)
-        tile = self.tiles.experts(rows)
+        tile = self._tiles.experts(rows)
         sort_by_expert(
             both,
             mlp.bias,

@@ -9,8 +9,6 @@ more.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +16,8 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.heads import normed_rotated
-from lean_laguna.kernels.triton.launch import cdiv, is_interpreting, power_of_two
-from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
+from lean_laguna.kernels.triton.launch import cdiv, power_of_two
+from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, uses_maps
 
 READY_ROWS = 16
 """Tokens of a program that makes heads ready."""
@@ -115,24 +113,32 @@ def ready_heads(
     )
 
 
-@triton.jit(do_not_specialize=["first_page", "offset"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["begin", "lowest", "end"], do_not_specialize_on_alignment=["table_ptr"])
 def _order_kernel(
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
     k_ptr,
     v_ptr,
-    first_page,
-    offset,
+    begin,
+    lowest,
+    end,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    page = first_page + tl.program_id(0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    position = begin + row
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(table_ptr + page).to(tl.int64) * SIZE + i
-    target = (page - offset).to(tl.int64) * SIZE + i
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=i < SIZE), mask=i < SIZE)
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=i < SIZE), mask=i < SIZE)
+    real = (position >= lowest) & (position < end)
+    page = tl.load(table_ptr + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
+    source = (page * KV_BLOCK + position % KV_BLOCK)[:, None] * SIZE + i[None, :]
+    target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
+    inside = (i < SIZE)[None, :]
+    mask = real[:, None] & inside
+    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=mask, other=0.0), mask=inside)
+    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=mask, other=0.0), mask=inside)
 
 
 def order_keys(
@@ -148,22 +154,30 @@ def order_keys(
     Args:
         cache: Pages, [num_blocks, kv_block_size, J, P] each.
         table: [.] int32 block table of the sequence.
-        ordered: [S, J, P] each, written; S at least ``ordered_rows`` of this call.
+        ordered: [S, J, P] each, written; S at least ``end - lowest + 2 * tile.keys``.
         lowest: First position wanted.
         end: One past the last.
-        tile: Of the attention that follows.
+        tile: Of the attention that follows, whose blocks of keys are filled up with zeros.
 
     Returns:
-        Position of the first row of ``ordered``; rows of positions outside the range mean nothing.
+        Position of the first row of ``ordered``.
     """
-    kv_block_size = cache[0].shape[1]
-    step = math.lcm(kv_block_size, tile.keys)
-    begin = lowest // step * step
-    first_page = lowest // kv_block_size
-    size = cache[0][0].numel()
-    block = min(4096, power_of_two(size))
-    _order_kernel[(cdiv(end, kv_block_size) - first_page, cdiv(size, block))](
-        *cache, table, *ordered, first_page, begin // kv_block_size, SIZE=size, BLOCK=block, num_warps=4
+    begin = lowest // tile.keys * tile.keys
+    size = cache[0].shape[2] * cache[0].shape[3]
+    block = min(1024, power_of_two(size))
+    rows = min(8, tile.keys)
+    _order_kernel[(cdiv(end - begin, tile.keys) * tile.keys // rows, cdiv(size, block))](
+        *cache,
+        table,
+        *ordered,
+        begin,
+        lowest,
+        end,
+        SIZE=size,
+        BLOCK=block,
+        KV_BLOCK=cache[0].shape[1],
+        ROWS=rows,
+        num_warps=4,
     )
     return begin
 
@@ -237,11 +251,12 @@ def _take_keys(
             else:
                 block = tl.load(table_ptr + key // KV_BLOCK)
             slot = block.to(tl.int64) * KV_BLOCK + key % KV_BLOCK
+        # Blocks of ordered keys are whole; of pages, what was never written may be anything.
         if MAPS:
             k = k_ptr.load([start - begin, column]).T
         else:
             k_at = k_ptr + slot[None, :] * STRIDE + column + d[:, None]
-            k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK else tl.load(k_at)
+            k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK and PAGED else tl.load(k_at)
         scores = tl.dot(q, k)
         if MASK:
             seen = (key[None, :] <= position[:, None]) & kept[None, :]
@@ -259,18 +274,16 @@ def _take_keys(
         acc = acc * fade[:, None]
         if MAPS:
             v = v_ptr.load([start - begin, column])
-            if MASK:
-                v = tl.where(kept[:, None], v, 0.0)
         else:
             v_at = v_ptr + slot[:, None] * STRIDE + column + d[None, :]
-            v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK else tl.load(v_at)
+            v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK and PAGED else tl.load(v_at)
         acc = tl.dot(p.to(q.dtype), v, acc)
         peak = new_peak
     return peak, total, acc
 
 
 @triton.jit
-def _opened(gate, DTYPE: tl.constexpr):
+def _softplus(gate, DTYPE: tl.constexpr):
     """Return softplus as torch has it, rounded: linear above 20; log1p by Kahan's correction."""
     grown = tl.exp(tl.minimum(gate, 20.0))
     sum1 = 1.0 + grown
@@ -328,6 +341,9 @@ def _chunk_kernel(
     d = tl.arange(0, P)
     q_at = row.to(tl.int64) * WIDTH + head * P
     q = tl.load(qkv_ptr + q_at[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    if GATE:
+        gate_at = qkv_ptr + row.to(tl.int64) * WIDTH + (H + 2 * J) * P + head
+        gate = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
     if PAST:
         # One term of the softmax stands for all keys before the chunk.
         peak = tl.load(past_lse_ptr + head * lse_stride + row, mask=live, other=0.0) * 1.4426950408889634
@@ -402,16 +418,9 @@ def _chunk_kernel(
     )
     y = (acc / tl.where(live, total, 1.0)[:, None]).to(DTYPE)
     if GATE:
-        gate_at = qkv_ptr + row.to(tl.int64) * WIDTH + (H + 2 * J) * P + head
-        gate = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
-        y = (y.to(tl.float32) * _opened(gate, DTYPE)[:, None]).to(DTYPE)
+        y = (y.to(tl.float32) * _softplus(gate, DTYPE)[:, None]).to(DTYPE)
     out_at = row.to(tl.int64) * (H * P) + head * P
     tl.store(out_ptr + out_at[:, None] + d[None, :], y, mask=live[:, None])
-
-
-def uses_maps(tile: AttentionTile, device: torch.device) -> bool:
-    """Say whether ordered keys come by tensor maps (sm_90 and later), not by addresses."""
-    return tile.tensor_maps and not is_interpreting() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def attend_chunk(

@@ -9,19 +9,20 @@ Source: Hugging Face transformers 5.24, modeling_laguna.py, LagunaSparseMoeBlock
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.launch import cdiv, is_interpreting, power_of_two
-from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
+from lean_laguna.kernels.triton.launch import cdiv, power_of_two
+from lean_laguna.kernels.triton.prefill_tiles import ExpertTile, uses_maps
 from lean_laguna.kernels.triton.router import route
 
 ROUTE_ROWS = 16
 """Tokens of a program that routes."""
+PLACE_PROGRAMS = 128
+"""Programs that place pairs; each reads all counts."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def _place_kernel(
     E_BLOCK: tl.constexpr,
     A: tl.constexpr,
     ROWS: tl.constexpr,
+    OWN: tl.constexpr,
     TILE: tl.constexpr,
     MAX_TILES: tl.constexpr,
 ):
@@ -122,14 +124,17 @@ def _place_kernel(
         b = piece + tl.arange(0, PIECE)[:, None]
         counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < BLOCKS) & (e < E)[None, :], other=0)
         total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(b < pid, counts, 0), 0)
+        before += tl.sum(tl.where(b < pid * OWN, counts, 0), 0)
     end = tl.cumsum(total, 0)
     before += end - total
-    row = pid * ROWS + tl.arange(0, ROWS)
-    rank = tl.load(ranks_ptr + row[:, None] * E + e[None, :], mask=(e < E)[None, :], other=-1).to(tl.int32)
-    chosen = rank >= 0
-    pair = row[:, None] * A + tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(pairs_ptr + before[None, :] + rank, pair, mask=chosen)
+    for own in range(pid * OWN, tl.minimum(pid * OWN + OWN, BLOCKS)):
+        row = own * ROWS + tl.arange(0, ROWS)
+        at = ranks_ptr + row[:, None] * E + e[None, :]
+        rank = tl.load(at, mask=(e < E)[None, :], other=-1).to(tl.int32)
+        chose = (rank >= 0).to(tl.int32)
+        pair = row[:, None] * A + tl.cumsum(chose, 1) - 1
+        tl.store(pairs_ptr + before[None, :] + rank, pair, mask=chose > 0)
+        before += tl.sum(chose, 0)
     if pid == 0:
         tiles = (total + TILE - 1) // TILE
         first_tile = tl.cumsum(tiles, 0) - tiles
@@ -185,7 +190,8 @@ def sort_by_expert(
         NORM_TOPK=norm_topk,
         num_warps=4,
     )
-    _place_kernel[(blocks,)](
+    own = cdiv(blocks, PLACE_PROGRAMS)
+    _place_kernel[(cdiv(blocks, own),)](
         sort.ranks,
         sort.counts,
         sort.pairs,
@@ -197,6 +203,7 @@ def sort_by_expert(
         E_BLOCK=power_of_two(E),
         A=top_k,
         ROWS=ROUTE_ROWS,
+        OWN=own,
         TILE=tile.rows,
         MAX_TILES=sort.tiles.shape[1],
         num_warps=4,
@@ -280,7 +287,6 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
-    MAPS: tl.constexpr,
 ):
     PARTS: tl.constexpr = (N + COLS - 1) // COLS
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -295,35 +301,21 @@ def _down_kernel(
         k = tl.arange(0, BLOCK_K)
         n = n0 + tl.arange(0, COLS)
         x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
-        if not MAPS:
-            rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
-            w_at = w_ptr + rows[None, :] * K + k[:, None]
+        rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
+        w_at = w_ptr + rows[None, :] * K + k[:, None]
         acc = tl.zeros((ROWS, COLS), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             if EVEN:
                 x = tl.load(x_at + start)
-            else:
-                x = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
-            if MAPS:
-                w = w_ptr.load([expert * N + n0, start]).T
-            elif EVEN:
                 w = tl.load(w_at + start)
             else:
+                x = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
                 w = tl.load(w_at + start, mask=(start + k < K)[:, None], other=0.0)
             acc = tl.dot(x, w, acc)
         weight = tl.load(weights_ptr + pair)
         y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
         at = pair.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(terms_ptr + at, y, mask=(i < end)[:, None] & (n < N)[None, :])
-
-
-def _operand(weight: Tensor, cols: int, tile: ExpertTile) -> Any:
-    """Return [E, N, K] weights as the kernels take them: a tensor map of boxes [cols, block_k], or as is."""
-    if not tile.tensor_maps or is_interpreting():
-        return weight
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[2]), [cols, tile.block_k])
 
 
 def expert_chunk_up(
@@ -341,10 +333,15 @@ def expert_chunk_up(
         top_k: Experts a token.
     """
     K, F = weight.shape[2], weight.shape[1] // 2
-    maps = tile.tensor_maps and not is_interpreting()
+    maps = uses_maps(tile, weight.device)
+    operand: object = weight
+    if maps:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        operand = TensorDescriptor.from_tensor(weight.view(-1, K), [tile.up, tile.block_k])
     _up_kernel[(num_tiles * cdiv(F, tile.up),)](
         x,
-        _operand(weight, tile.up, tile),
+        operand,
         act,
         sort.pairs,
         sort.tiles,
@@ -376,10 +373,9 @@ def expert_chunk_down(
         tile: As given to ``sort_by_expert``.
     """
     N, F = weight.shape[1:]
-    maps = tile.tensor_maps and not is_interpreting()
     _down_kernel[(num_tiles * cdiv(N, tile.down),)](
         act,
-        _operand(weight, tile.down, tile),
+        weight,
         terms,
         sort.weights,
         sort.pairs,
@@ -392,6 +388,5 @@ def expert_chunk_down(
         BLOCK_K=tile.block_k,
         STAGES=tile.down_stages,
         MAX_TILES=sort.tiles.shape[1],
-        MAPS=maps,
         num_warps=tile.down_warps,
     )

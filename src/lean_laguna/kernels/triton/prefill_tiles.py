@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from triton.runtime import driver
+
 from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.launch import is_interpreting
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class ExpertTile:
         down_warps: Of the second.
         up_stages: Depth of the software pipeline of the first product.
         down_stages: Of the second.
-        tensor_maps: Weights come by tensor maps (sm_90 and later), not by addresses.
+        tensor_maps: The first product's weights come by tensor maps (sm_90 and later), not by addresses.
     """
 
     rows: int
@@ -53,7 +57,7 @@ class ExpertTile:
     down_warps: int
     up_stages: int
     down_stages: int
-    tensor_maps: bool = False
+    tensor_maps: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,28 @@ class PrefillTiles:
 
     full: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     sliding: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
-    few: ExpertTile = field(default=ExpertTile(64, 64, 128, 64, 4, 4, 4, 4))
-    many: ExpertTile = field(default=ExpertTile(128, 128, 128, 64, 8, 8, 3, 3))
-    many_rows: int = 4096
+    few: ExpertTile = field(default=ExpertTile(64, 128, 128, 64, 8, 4, 4, 3))
+    many: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4))
+    many_rows: int = 2048
+
+    @classmethod
+    def of(cls, device: torch.device) -> PrefillTiles:
+        """Return the tiles of a device."""
+        if is_interpreting() or device.type != "cuda":
+            return cls()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return cls.fitting(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+    @classmethod
+    def fitting(cls, shared_bytes: int) -> PrefillTiles:
+        """Return tiles for a multiprocessor of so much shared memory a program: 227, 163 or 99 KiB."""
+        if shared_bytes >= 200 * 1024:
+            return cls()
+        if shared_bytes >= 160 * 1024:
+            few = ExpertTile(64, 128, 128, 64, 8, 4, 3, 3)
+            return cls(few=few, many=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3))
+        small, experts = AttentionTile(64, 64, 4, 2), ExpertTile(64, 64, 128, 64, 4, 4, 3, 2)
+        return cls(small, small, experts, experts)
 
     def attention(self, shape: AttentionShape) -> AttentionTile:
         """Return the tile of a layer."""
@@ -81,3 +104,10 @@ class PrefillTiles:
     def experts(self, rows: int) -> ExpertTile:
         """Return the experts' tile of a chunk padded to ``rows``."""
         return self.many if rows >= self.many_rows else self.few
+
+
+def uses_maps(tile: AttentionTile | ExpertTile, device: torch.device) -> bool:
+    """Say whether a tile's tensor maps can be used on a device."""
+    if not tile.tensor_maps or is_interpreting():
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
