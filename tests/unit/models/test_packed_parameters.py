@@ -1,0 +1,82 @@
+"""A target with packed weights: banks and linears that decode to what the loader decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lean_laguna.core.errors import CheckpointError
+from lean_laguna.models.checkpoint import load_laguna
+from support.quantised import change_tensors, convert, convert_mixed, write_target
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-block", "fp8-channel", "int8", "int4:16", "int8:8"])
+def test_packed_weights_decode_to_the_loaded_ones(scheme: str, tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "all", scheme)
+    plain, packed = load_laguna(tmp_path / "made"), load_laguna(tmp_path / "made", keep_packed=True)
+    held = {name for name, parameter in packed.named_parameters() if parameter.is_meta}
+    assert held == set(packed.packed_weights)
+    assert len(held) > 30
+    for name, parameter in plain.named_parameters():
+        found = packed.packed_weights[name].decode() if name in held else packed.get_parameter(name)
+        assert torch.equal(found, parameter), name
+
+
+def test_a_bank_holds_gate_over_up_with_a_divisor_each(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "experts", "nvfp4", shares_divisors=False)
+    weight = load_laguna(tmp_path / "made", keep_packed=True).packed_weights[
+        "model.layers.1.mlp.experts.gate_up_proj"
+    ]
+    assert weight.shape == (8, 32, 32)
+    assert weight.codes.shape == (8, 32, 16)
+    assert weight.global_scales is not None
+    assert weight.global_scales.shape == (8, 2)
+    assert (weight.global_scales[:, 0] != weight.global_scales[:, 1]).any()
+    assert weight.heights == (16, 16)
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    write_target(tmp_path / "source", tie_word_embeddings=True)
+    convert(tmp_path / "source", tmp_path / "made", "attention", "int8")
+    for keep in (False, True):
+        target = load_laguna(tmp_path / "made", keep_packed=keep)
+        assert target.lm_head.weight is target.model.embed_tokens.weight
+
+
+def test_formats_may_differ_by_layer_but_not_within_a_bank(tmp_path: Path) -> None:
+    convert_mixed(write_target(tmp_path / "source"), tmp_path / "made")
+    packed = load_laguna(tmp_path / "made", keep_packed=True).packed_weights
+    banks = {
+        name: weight.scheme.name for name, weight in packed.items() if name.endswith("experts.down_proj")
+    }
+    assert len(set(banks.values())) == 2
+    from lean_laguna.convert.quantize import quantize
+    from lean_laguna.convert.quantize_plan import Rule, group_rules, make_plan, parse_scheme
+    from lean_laguna.convert.source import open_source
+
+    source = open_source(tmp_path / "source")
+    rules = [
+        Rule(r"re:.*experts\.3\..*", parse_scheme("int8")),
+        *group_rules("experts", parse_scheme("nvfp4")),
+    ]
+    quantize(source, tmp_path / "odd", make_plan(source, rules))
+    load_laguna(tmp_path / "odd")
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj' are not stored alike"):
+        load_laguna(tmp_path / "odd", keep_packed=True)
+
+
+def test_an_unquantised_checkpoint_has_nothing_to_keep_packed(tmp_path: Path) -> None:
+    target = load_laguna(write_target(tmp_path / "source"), keep_packed=True)
+    assert not target.packed_weights
+    assert not any(parameter.is_meta for parameter in target.parameters())
+
+
+def test_bad_scales_are_refused_when_packed_too(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "experts", "nvfp4")
+    change_tensors(
+        tmp_path / "made", model__layers__1__mlp__experts__0__up_proj__weight_global_scale=torch.zeros(1)
+    )
+    with pytest.raises(CheckpointError, match="must be above 0"):
+        load_laguna(tmp_path / "made", keep_packed=True)
