@@ -57,7 +57,7 @@ class LocalBackend:
         """Return a backend on the same weights whose engine has no drafter, not one that is turned off."""
         engine = self.llm.engine
         config = dataclasses.replace(engine.config, speculative=None)
-        bare = LLMEngine(engine.target, engine.tokenizer, None, config)
+        bare = type(engine)(engine.target, engine.tokenizer, None, config)
         return LocalBackend(LLM.from_engine(bare, self.llm.folder))
 
     def with_draft_length(self, num_speculative_tokens: int) -> LocalBackend:

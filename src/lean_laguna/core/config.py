@@ -150,10 +150,11 @@ class EngineConfig:
         dtype: ``auto`` (float32 on a CPU, bfloat16 on a GPU), ``float32`` or ``bfloat16``.
         max_model_len: Longest prompt plus output in tokens; None takes the checkpoint's limit.
         max_num_seqs: Requests decoded at once, at least 1.
-        prefill_chunk_size: Prompt tokens computed per step; chunks start at absolute multiples of it.
+        prefill_chunk_size: Prompt tokens computed per step; chunks start at absolute multiples of it. None
+            takes 256, and 2048 with the Triton kernels.
         kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
         kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length
-            requests, at most a quarter of the memory that is free.
+            requests, at most a quarter of the memory that is free, three quarters on a GPU.
         enable_prefix_caching: Keep the KV pages, and the drafter's context, of prompts for later requests.
         attention_factor: Overrides the YaRN attention factor of the checkpoint's full-attention layers.
         seed: Seeds requests that bring no seed of their own; None draws one.
@@ -171,7 +172,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    prefill_chunk_size: int = 256
+    prefill_chunk_size: int | None = None
     kv_block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
@@ -222,7 +223,7 @@ class EngineConfig:
             raise ConfigError(
                 f"shape {self.shape!r} goes with load_format 'dummy' only; a checkpoint has its own"
             )
-        if self.prefill_chunk_size % self.kv_block_size:
+        if self.prefill_chunk_size is not None and self.prefill_chunk_size % self.kv_block_size:
             raise ConfigError(
                 f"prefill_chunk_size ({self.prefill_chunk_size}) must be a multiple of kv_block_size "
                 f"({self.kv_block_size})"

@@ -7,6 +7,8 @@ whole after each step. So nothing is sent field by field, and requests that wait
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,8 +77,9 @@ class Block:
             at += size
         return cls(words, fields)
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Return the fields of a host block as arrays that share its memory."""
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The fields of a host block as arrays that share its memory."""
         return {name: part.numpy() for name, part in self.fields.items()}
 
 

@@ -19,7 +19,9 @@ from lean_laguna.models.kv_cache import KVGroup
 Cache = TypeVar("Cache")
 
 FREE_MEMORY_SHARE = 4
-"""Without a given budget, KV takes at most 1 / this of the free memory; activations need room too."""
+"""Without a given budget, KV takes at most 1 / this of the free memory; others need room too."""
+FREE_GPU_MEMORY_SHARE = 0.75
+"""On a GPU, which is ours, it takes so much of it; buffers need the rest."""
 WINDOWED_CACHE_FACTOR = 2
 """Windowed pools are so many times what running sequences need, to keep ends of cached prompts too."""
 
@@ -130,6 +132,8 @@ def kv_cache_for(
         ConfigError: Not one full-length sequence fits, or the memory asked for is not there.
     """
     given = config.kv_cache_memory_bytes
+    free = free_memory_bytes(device)
+    share = int(free * FREE_GPU_MEMORY_SHARE) if device.type == "cuda" else free // FREE_MEMORY_SHARE
     budget = plan_kv_blocks(
         groups,
         max_model_len=max_model_len,
@@ -138,7 +142,7 @@ def kv_cache_for(
         kv_block_size=config.kv_block_size,
         dtype=dtype,
         enable_prefix_caching=config.enable_prefix_caching,
-        budget_bytes=given if given is not None else free_memory_bytes(device) // FREE_MEMORY_SHARE,
+        budget_bytes=given if given is not None else share,
         is_budget_given=given is not None,
     )
     try:

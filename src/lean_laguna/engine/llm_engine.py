@@ -47,7 +47,7 @@ class LLMEngine:
         kv_bytes: Bytes set aside for keys and values.
     """
 
-    _STEPS_AHEAD = 0
+    _STEPS_AHEAD, _CHUNK_SIZE = 0, 256
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LLMEngine:
         self.max_model_len = context_limit(config, target.config.max_position_embeddings)
         limits = SchedulerLimits(
             config.max_num_seqs,
-            config.prefill_chunk_size,
+            config.prefill_chunk_size or self._CHUNK_SIZE,
             config.kv_block_size,
             proposer.max_draft_tokens if proposer is not None else 0,
             self._STEPS_AHEAD,
@@ -101,7 +101,7 @@ class LLMEngine:
             self.max_model_len,
             limits.max_draft_tokens if proposer is not None else None,
             seed=config.seed,
-            prefix_chunk_size=config.prefill_chunk_size if config.enable_prefix_caching else None,
+            prefix_chunk_size=limits.prefill_chunk_size if config.enable_prefix_caching else None,
         )
         self._requests: dict[str, RequestState] = {}
         self._counters = EngineCounters()
@@ -220,7 +220,7 @@ class LLMEngine:
             logits = self._runner.logits(computed.hidden_states, last_rows)
             sampled = sample_rows(logits, [RowBlock(s.sampling) for s in starting], self._noise)
             for i, sequence in enumerate(starting):
-                self._emit(sequence, sampled.token_ids[i], 0, deltas, _candidates(sequence, sampled, i, 1))
+                self._emit(sequence, sampled.token_ids[i], 0, deltas, candidates_of(sequence, sampled, i, 1))
         self._counters.num_steps += 1
         self._counters.prefill_s += time.perf_counter() - start_s
 
@@ -263,7 +263,7 @@ class LLMEngine:
                 self._counters.speculation.record(*accepted[-1])
             sequence.num_computed += len(verdict.token_ids)
             tokens, num_accepted = verdict.token_ids, verdict.num_accepted_tokens
-            found = _candidates(sequence, sampled, i, len(tokens))
+            found = candidates_of(sequence, sampled, i, len(tokens))
             self._emit(sequence, tokens, num_accepted, deltas, found)
             goes_on = sequence.is_admitted and sequence.wants_drafts
             num_standing.append(len(verdict.token_ids) if goes_on else 0)
@@ -316,7 +316,7 @@ class LLMEngine:
         deltas.append(completion.delta(request.request_id, sequence.index, is_request_finished))
 
 
-def _candidates(
+def candidates_of(
     sequence: SequenceState, sampled: SampledRows, block: int, num_tokens: int
 ) -> list[dict[int, Logprob]] | None:
     """Return the log-probabilities of a block's tokens where the request asked for them."""

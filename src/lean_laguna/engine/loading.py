@@ -9,11 +9,14 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.engine.gpu_weights import why_not
 from lean_laguna.engine.llm_engine import LLMEngine
+from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,18 +43,41 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def say_what_holds_on(device: torch.device) -> None:
-    """Say on stderr, where it is so, that speculation is exact up to near-ties only.
+def engine_type(
+    target: Target, proposer: DFlashProposer | None, kernels: str, device: torch.device
+) -> type[LLMEngine]:
+    """Return the engine for these models: on the Triton kernels, or on plain PyTorch.
 
-    On a GPU the library picks its kernel by the number of rows, so a verified row may differ from a decoded
-    one in the last bit; the tiles that rule this out are the CPU's.
+    Says on stderr where outputs with a drafter are exact up to near-ties only: on a GPU without the kernels,
+    where the library picks its own by the number of rows. On a CPU, and with the kernels, they are exact to
+    the bit.
+
+    Args:
+        target: The model served.
+        proposer: The drafter, or None.
+        kernels: ``auto``, ``torch`` or ``triton``.
+        device: Where they run.
+
+    Raises:
+        ConfigError: ``triton`` was asked for and cannot run these models here.
     """
-    if device.type != "cpu":
+    reason = "kernels 'torch' was asked for"
+    if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+        found = why_not(target, proposer.drafter if proposer is not None else None, device)
+        if found is None:
+            from lean_laguna.engine.gpu_engine import GpuEngine
+
+            return GpuEngine
+        if kernels == "triton":
+            raise ConfigError(f"kernels 'triton' cannot run here: {found}; use 'auto' or 'torch'")
+        reason = found
+    if device.type != "cpu" and proposer is not None:
         print(
-            "lean-laguna: on a GPU this version runs plain PyTorch, where a near-tie may fall the other way "
-            "with a drafter; outputs equal to the bit are guaranteed on a CPU (device 'cpu')",
+            f"lean-laguna: plain PyTorch on the GPU ({reason}): slow, and a near-tie may fall the other way "
+            "with a drafter; outputs equal to the bit need the Triton kernels, or a CPU",
             file=sys.stderr,
         )
+    return LLMEngine
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
@@ -77,6 +103,6 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     proposer = None
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
-        proposer = DFlashProposer(drafter, target)
-        say_what_holds_on(device)
-    return LLMEngine(target, tokenizer, proposer, config), folder
+        proposer = make_proposer(drafter, target)
+    make = engine_type(target, proposer, config.kernels, device)
+    return make(target, tokenizer, proposer, config), folder

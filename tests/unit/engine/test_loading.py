@@ -3,8 +3,11 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import CheckpointError, ConfigError
-from lean_laguna.engine.loading import load_engine, resolve_device, resolve_dtype, say_what_holds_on
+from lean_laguna.engine.llm_engine import LLMEngine
+from lean_laguna.engine.loading import engine_type, load_engine, resolve_device, resolve_dtype
+from lean_laguna.spec.proposer import DFlashProposer
 from support.checkpoints import write_tiny_drafter, write_tiny_target
+from support.engines import dflash, tiny_drafter, tiny_target
 
 
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch):
@@ -54,8 +57,15 @@ def test_keys_and_values_are_held_in_the_models_number_format(tmp_path, dtype):
     assert [group.name for group in cache.groups] == ["full", "sliding", "draft_full", "draft_sliding"]
 
 
-def test_a_gpu_is_said_to_be_exact_up_to_near_ties_only(capsys):
-    say_what_holds_on(torch.device("cpu"))
+def test_a_gpu_without_the_kernels_is_said_to_be_exact_up_to_near_ties_only(capsys):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert engine_type(tiny_target(), dflash(), "auto", cpu) is LLMEngine
     assert capsys.readouterr().err == ""
-    say_what_holds_on(torch.device("cuda"))
+    assert engine_type(tiny_target(), dflash(), "torch", gpu) is LLMEngine
     assert "near-tie" in capsys.readouterr().err
+
+
+def test_kernels_that_cannot_run_these_models_are_refused_by_reason():
+    mixed = DFlashProposer(tiny_drafter(layers="SF"), tiny_target())
+    with pytest.raises(ConfigError, match="not all of one kind"):
+        engine_type(tiny_target(), mixed, "triton", torch.device("cpu"))

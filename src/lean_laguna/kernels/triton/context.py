@@ -6,15 +6,18 @@ position).
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.heads import append_rows
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
 from lean_laguna.kernels.triton.primitives import wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
+from lean_laguna.kernels.triton.weights import DrafterWeights
 
 
 @triton.jit
@@ -124,3 +127,105 @@ def append_context(
         PDL=launch.pdl,
         **launch.options(4),
     )
+
+
+@triton.jit(do_not_specialize=["first", "num_tokens"])
+def _append_chunk_kernel(
+    kv_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    first,
+    num_tokens,
+    eps,
+    layer_stride,
+    MAX: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0) * MAX
+    layer = tl.program_id(1)
+    append_rows(
+        kv_ptr + layer * (2 * J * P),
+        k_norm_ptr + layer * P,
+        cos_ptr,
+        sin_ptr,
+        k_cache_ptr + layer.to(tl.int64) * layer_stride,
+        v_cache_ptr + layer.to(tl.int64) * layer_stride,
+        table_ptr,
+        start,
+        tl.minimum(num_tokens - start, MAX),
+        first + start,
+        0,
+        first + num_tokens,
+        tl.program_id(2),
+        eps,
+        MAX,
+        WIDTH,
+        0,
+        J,
+        P,
+        ROTARY,
+        QK_NORM,
+        KV_BLOCK,
+    )
+
+
+def append_chunk_context(
+    weights: DrafterWeights,
+    cache: tuple[Tensor, Tensor],
+    taps: Tensor,
+    table: Tensor,
+    first: int,
+    num_tokens: int,
+) -> None:
+    """Write the context of a prefilled chunk: the same as ``append_context``, for many rows of one sequence.
+
+    Rows are rounded alike but summed by the library, so bits may differ; they decide on drafts, no more.
+
+    Args:
+        weights: Of the drafter.
+        cache: Keys and values, [L, num_blocks, kv_block_size, J, P] each; the tokens' slots are written.
+        taps: [C, m, D] features of the target, of which the first ``num_tokens`` count.
+        table: [.] int32 block table of the sequence in the drafter's group.
+        first: Position of the first token.
+        num_tokens: Tokens.
+    """
+    rows = taps if weights.aux_norms is None else _norm(taps, weights.aux_norms, weights.eps)
+    context = _norm(F.linear(rows.flatten(1), weights.fc), weights.hidden_norm, weights.eps)
+    layer, (num_layers, _, kv_block_size, J, P) = weights.layers[0], cache[0].shape
+    parts = weights.context_kv.chunk(num_layers)
+    norms = weights.context_norms
+    inputs = [context if norms is None else _norm(context, norms[i], weights.eps) for i in range(num_layers)]
+    kv = torch.cat([F.linear(own, part) for own, part in zip(inputs, parts, strict=True)], 1)
+    _append_chunk_kernel[(cdiv(num_tokens, MAX_ROWS), num_layers, J)](
+        kv,
+        weights.k_norms,
+        *layer.rotary,
+        *cache,
+        table,
+        first,
+        num_tokens,
+        weights.eps,
+        cache[0].stride(0),
+        MAX=MAX_ROWS,
+        WIDTH=kv.stride(0),
+        J=J,
+        P=P,
+        ROTARY=layer.attention.shape.rotary_dim,
+        QK_NORM=layer.attention.shape.has_qk_norm,
+        KV_BLOCK=kv_block_size,
+        num_warps=4,
+    )
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight

@@ -1,0 +1,308 @@
+"""The engine on the Triton kernels: the same requests and scheduler, with decoding that stays on the device.
+
+Steps are launched ahead: the device drafts, verifies, accepts and lays out its next rows by itself, and the
+host reads what a step said while later ones run. What a step says after a request's end is dropped. Whenever
+the set of requests or of launches changes, the host waits for what is under way and lays them out anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lean_laguna.engine.gpu_cache import PagedPools
+from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
+from lean_laguna.engine.gpu_lanes import (
+    Lane,
+    Lanes,
+    Launched,
+    mark,
+    seconds_between,
+    split_rows,
+    tokens_said,
+)
+from lean_laguna.engine.gpu_programs import StepPrograms
+from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
+from lean_laguna.engine.gpu_state import MAX_ROWS
+from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
+from lean_laguna.engine.llm_engine import LLMEngine, candidates_of
+from lean_laguna.engine.logprobs import prompt_logprobs
+from lean_laguna.engine.output import CompletionDelta
+from lean_laguna.engine.scheduler import PrefillChunk, SchedulerLimits
+from lean_laguna.engine.sequence import SequenceState
+from lean_laguna.models.kv_cache import KVGroup
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.spec.proposer import DFlashProposer
+
+LogitsWatcher = Callable[[SequenceState, Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One step of every lane that had something to say, under way."""
+
+    launched: list[Launched]
+    is_alone: bool
+
+
+class GpuEngine(LLMEngine):
+    """An ``LLMEngine`` whose steps run ahead on the device; ``gpu_weights.why_not`` says for which models."""
+
+    _STEPS_AHEAD, _CHUNK_SIZE = 2, 2048
+
+    def _set_up(self, groups: Sequence[KVGroup], used: Sequence[int], limits: SchedulerLimits) -> KVBudget:
+        target, proposer = self.target, self.proposer
+        assert isinstance(target, LagunaForCausalLM), "why_not() comes first"
+        assert proposer is None or isinstance(proposer, DFlashProposer), "why_not() comes first"
+        weight = next(target.parameters())
+        pools, budget = kv_cache_for(
+            groups, self.config, limits, self.max_model_len, weight.dtype, weight.device, PagedPools
+        )
+        thresholds = None if self._synthetic is None else self._synthetic.thresholds(MAX_ROWS)
+        drafter = proposer.drafter if proposer is not None else None
+        self._limits = limits
+        self._programs = StepPrograms(target, drafter, pools, self.max_model_len, thresholds)
+        self._lanes = Lanes(self._programs, used)
+        self._head = Head(self._programs, self._lanes)
+        self._host_steps = HostSteps(self._programs, self._lanes, self._noise)
+        is_gpu = weight.device.type == "cuda"
+        self._prompts: Prompts = (
+            ChunkPrompts(self._programs, used, limits.prefill_chunk_size)
+            if is_gpu
+            else RowPrompts(self._programs, self._lanes)
+        )
+        self._running: list[Lane] = []
+        self._rounds: deque[_Round] = deque()
+        self._told: set[str] = set()
+        self._watcher: LogitsWatcher | None = None
+        self._programs.warm_up()
+        return budget
+
+    def watch_logits(self, watcher: LogitsWatcher) -> None:
+        """Call ``watcher`` with every run of tokens: the sequence, and the logits they were chosen from.
+
+        Args:
+            watcher: Takes a sequence and [n, V] float32 on the host, before the n tokens are committed. To be
+                set before the first step.
+        """
+        self._watcher = watcher
+        self._programs.keep_logits()
+
+    # --- prompts
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], deltas: list[CompletionDelta]) -> None:
+        """Compute prompt chunks one after another; those that end a prompt yield its first output token."""
+        start_s = time.perf_counter()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self.scheduler.prepare(sequence, chunk.end - chunk.start)
+            tokens = sequence.request.prompt_token_ids[chunk.start : chunk.end]
+            wants_all = sequence.needs_prompt_logits
+            hidden = self._prompts.compute(sequence, chunk.start, tokens, wants_all=wants_all)
+            if wants_all:
+                hidden = hidden.clone()
+                self._add_prompt_rows(chunk, hidden)
+            self.scheduler.chunk_done(chunk)
+            if chunk.is_last:
+                token, logits = self._head.sample(hidden[-1:], sequence, chunk.end - 1)
+                sampled = self._host_steps.first_token(sequence, token, logits)
+                found = candidates_of(sequence, sampled, 0, 1)
+                if self._watcher is not None:
+                    self._watcher(sequence, logits.cpu())
+                self._emit(sequence, sampled.token_ids[0], 0, deltas, found)
+        self._counters.num_steps += 1
+        self._counters.prefill_s += time.perf_counter() - start_s
+
+    def _add_prompt_rows(self, chunk: PrefillChunk, hidden: Tensor) -> None:
+        request = chunk.sequence.request
+        assert request.prompt_logprobs is not None
+        assert request.params.prompt_logprobs is not None
+        request.prompt_logprobs += prompt_logprobs(
+            hidden,
+            request.prompt_token_ids[chunk.start + 1 : chunk.end + 1],
+            request.params.prompt_logprobs,
+            self._head.logits,
+            self.tokenizer,
+        )
+
+    # --- decoding
+
+    def _decode(
+        self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta], *, is_alone: bool
+    ) -> None:
+        """Read one step of what runs on the device, and take one step of what the host decides."""
+        start_s = time.perf_counter()
+        on_host = [sequence for sequence in sequences if self._stays_on_host(sequence)]
+        on_device = [sequence for sequence in sequences if sequence not in on_host]
+        if on_device or self._rounds:
+            self._run_ahead(on_device, deltas, is_alone=is_alone and not on_host)
+        on_host = [sequence for sequence in on_host if sequence.is_admitted]
+        if on_host:
+            self._step_on_host(on_host, deltas)
+        self._counters.num_steps += 1
+        self._counters.decode_s += time.perf_counter() - start_s
+
+    def _stays_on_host(self, sequence: SequenceState) -> bool:
+        reasons = needs_host(sequence)
+        told = ", ".join(reasons)
+        if reasons and told not in self._told:
+            self._told.add(told)
+            print(f"lean-laguna: {told}: chosen on the host, step by step, which is slower", file=sys.stderr)
+        return bool(reasons)
+
+    def _run_ahead(
+        self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta], *, is_alone: bool
+    ) -> None:
+        lengths = dict(zip(sequences, self._draft_lengths.choose(sequences), strict=True))
+        if not self._can_go_on(lengths):
+            self._drain(deltas)
+            left = [sequence for sequence in sequences if sequence.is_admitted]
+            self._lay_out(left, [lengths[sequence] for sequence in left])
+        while len(self._rounds) < self._STEPS_AHEAD and self._launch_round(lengths, is_alone):
+            pass
+        if self._rounds:
+            self._read_round(deltas)
+
+    def _can_go_on(self, lengths: dict[SequenceState, int]) -> bool:
+        """Say whether the lanes hold just these sequences, and their launches are as few as can be."""
+        live = [lane.sequences[i] for lane in self._running for i in lane.live]
+        if len(live) != len(lengths) or any(sequence not in lengths for sequence in live):
+            return False
+        rows = [sum(1 + lengths[lane.sequences[i]] for i in lane.live) for lane in self._running]
+        fewest = len(split_rows([lengths[sequence] for sequence in live]))
+        return max(rows, default=0) <= MAX_ROWS and sum(n > 0 for n in rows) <= fewest
+
+    def _drain(self, deltas: list[CompletionDelta]) -> None:
+        """Read everything under way and let the lanes go."""
+        while self._rounds:
+            self._read_round(deltas)
+        for lane in self._running:
+            self._lanes.drop(lane)
+        self._running = []
+
+    def _lay_out(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> None:
+        """Share sequences out among launches, and draft for them."""
+        drafter = self._programs.drafter
+        for cut in split_rows(lengths):
+            own = [sequences[i] for i in cut]
+            for sequence in own:
+                self._prepare(sequence)
+            num_drafts = [lengths[i] for i in cut]
+            lane = self._lanes.make(own, num_drafts, drafter.mask_token if drafter is not None else 0)
+            self._running.append(lane)
+            if any(num_drafts):
+                self._lanes.load(lane)
+                self._programs.run("propose", self._programs.columns(len(own) + sum(num_drafts)))
+
+    def _prepare(self, sequence: SequenceState) -> None:
+        """Make the tables cover all that launched steps may write."""
+        left = sequence.max_positions - sequence.num_computed
+        self.scheduler.prepare(sequence, min(self._limits.decode_span, left))
+
+    def _launch_round(self, lengths: dict[SequenceState, int], is_alone: bool) -> bool:
+        """Launch a step of each lane that can still have something to say; False where none can."""
+        launched = [
+            self._launch(lane, lengths)
+            for lane in self._running
+            if any(lane.sequences[i].completion.num_remaining > lane.num_under_way for i in lane.live)
+        ]
+        if launched:
+            self._rounds.append(_Round(launched, is_alone))
+        return bool(launched)
+
+    def _launch(self, lane: Lane, lengths: dict[SequenceState, int]) -> Launched:
+        programs, lanes, before = self._programs, self._lanes, lane.num_drafts
+        wanted = [lengths.get(sequence, 0) for sequence in lane.sequences]
+        for i in lane.live:
+            self._prepare(lane.sequences[i])
+            lanes.upload_pages(lane, i)
+        lanes.load(lane)
+        if wanted != before:
+            lanes.set_num_drafts(lane, wanted)
+        live = lane.live
+        cols = self._programs.columns(max(sum(1 + drafts[i] for i in live) for drafts in (before, wanted)))
+        has_context = any(lane.sequences[i].wants_drafts for i in live)
+        device = programs.device
+        start = mark(device)
+        programs.run("verify" if has_context else "decode", cols)
+        verified = mark(device)
+        if any(wanted):
+            programs.run("propose", cols)
+        said = lanes.read_later()
+        lane.num_under_way += 1
+        logits = lanes.read_logits_later() if self._watcher is not None else None
+        return Launched(lane, said, (start, verified, mark(device)), logits)
+
+    def _read_round(self, deltas: list[CompletionDelta]) -> None:
+        """Wait for the oldest step under way and commit what it said."""
+        a_round = self._rounds.popleft()
+        sequences: list[SequenceState] = []
+        counts: list[tuple[int, int]] = []
+        draft_s, verify_s, is_known = 0.0, 0.0, a_round.is_alone
+        for launched in a_round.launched:
+            self._lanes.wait(launched.marks[2])
+            lane = launched.lane
+            for sequence, count in self._commit(launched, deltas):
+                sequences.append(sequence)
+                counts.append(count)
+            is_known = is_known and lane.draft_s is not None
+            draft_s += lane.draft_s or 0.0
+            verify_s += seconds_between(*launched.marks[:2])
+            lane.draft_s = seconds_between(*launched.marks[1:])
+            self._lanes.give_back(launched.said)
+        if is_known and sequences:
+            self._draft_lengths.observe(sequences, counts, draft_s=draft_s, verify_s=verify_s)
+
+    def _commit(
+        self, launched: Launched, deltas: list[CompletionDelta]
+    ) -> list[tuple[SequenceState, tuple[int, int]]]:
+        """Commit what one lane's step said; returns who spoke, with drafts verified and accepted."""
+        lane, fields = launched.lane, launched.said.arrays
+        lane.num_under_way -= 1
+        spoke = []
+        for i, sequence in enumerate(lane.sequences):
+            tokens = tokens_said(fields, i, lane.emitted[i])
+            drafted = int(fields["drafted"][i]) - lane.drafted[i]
+            accepted = int(fields["accepted"][i]) - lane.accepted[i]
+            lane.emitted[i] += len(tokens)
+            lane.drafted[i] += drafted
+            lane.accepted[i] += accepted
+            lane.is_over[i] = int(fields["remaining"][i]) == 0
+            row, lane.row_start[i] = lane.row_start[i], int(fields["row_start"][i])
+            if not tokens or not sequence.is_admitted:
+                continue  # it has ended, here or on the device
+            if self._watcher is not None and launched.logits is not None:
+                self._watcher(sequence, launched.logits[row : row + len(tokens)])
+            spoke.append((sequence, (drafted, accepted)))
+            self._record(sequence, drafted, accepted)
+            sequence.num_computed += len(tokens)
+            self._emit(sequence, tokens, accepted, deltas, None)
+        return spoke
+
+    def _record(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
+        if sequence.speculation is not None:
+            sequence.speculation.record(drafted, accepted)
+            self._counters.speculation.record(drafted, accepted)
+
+    def _step_on_host(self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta]) -> None:
+        """Draft, verify and accept for sequences whose tokens the host chooses."""
+        lengths = self._draft_lengths.choose(sequences)
+        for cut in split_rows(lengths):
+            own, num_drafts = [sequences[i] for i in cut], [lengths[i] for i in cut]
+            for sequence in own:
+                self._prepare(sequence)
+            verified = self._host_steps.verify(own, num_drafts)
+            for i, sequence in enumerate(own):
+                draft = verified.drafts[i]
+                verdict = self._accept(sequence, draft, verified.sampled.token_ids[i])
+                self._record(sequence, len(draft), verdict.num_accepted_tokens)
+                sequence.num_computed += len(verdict.token_ids)
+                if self._watcher is not None:
+                    self._watcher(sequence, verified.logits_of(i)[: len(verdict.token_ids)])
+                found = candidates_of(sequence, verified.sampled, i, len(verdict.token_ids))
+                self._emit(sequence, verdict.token_ids, verdict.num_accepted_tokens, deltas, found)

@@ -1,0 +1,295 @@
+"""Requests on the device: which share a launch, their block of state, and what is under way.
+
+A lane is a set of requests whose rows fit one launch. The programs have one set of buffers; where there are
+more lanes than one, each lane's state waits beside them and is copied in for its launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lean_laguna.engine.gpu_programs import StepPrograms
+from lean_laguna.engine.gpu_state import MAX_ROWS, MAX_STOPS, RING, Block, pinned_copy
+from lean_laguna.engine.sequence import SequenceState
+
+Mark = float | torch.cuda.Event
+"""A moment in the device's work; on a CPU a clock reading."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Note where the device's work stands now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    """Return the time from one mark to a later one that has been reached."""
+    if isinstance(first, float) or isinstance(second, float):
+        assert isinstance(first, float)
+        assert isinstance(second, float)
+        return second - first
+    return float(first.elapsed_time(second)) / 1e3
+
+
+def split_rows(num_drafts: Sequence[int]) -> list[range]:
+    """Cut requests with so many drafts each into launches of at most ``MAX_ROWS`` rows, in order."""
+    cuts, start, rows = [], 0, 0
+    for i, drafts in enumerate(num_drafts):
+        if rows + 1 + drafts > MAX_ROWS:
+            cuts.append(range(start, i))
+            start, rows = i, 0
+        rows += 1 + drafts
+    if num_drafts:
+        cuts.append(range(start, len(num_drafts)))
+    return cuts
+
+
+@dataclass
+class Launched:
+    """A step of one lane under way: what it will have said, and when.
+
+    Attributes:
+        lane: The lane.
+        said: Host copy of the lane's block as the step left it; to be read once ``end`` is reached.
+        marks: Start of verification, start of drafting, end.
+        logits: Host copy of the verified rows' logits, where somebody watches them.
+    """
+
+    lane: Lane
+    said: Block
+    marks: tuple[Mark, Mark, Mark]
+    logits: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Lane:
+    """Requests that share launches.
+
+    Attributes:
+        sequences: In the order of the device's entries; ended ones keep theirs.
+        num_drafts: Drafts wanted of each, as the device knows them.
+        words: The block, while the buffers hold another's.
+        tables: Per KV group of the cache, [MAX_ROWS, max_blocks] int32.
+        is_loaded: The buffers hold this lane's block and tables.
+        has_new_pages: The buffers' tables are behind.
+        emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
+        is_over: Whether the device has ended each.
+        draft_s: Seconds that the drafts to be verified next took; None where not known.
+        num_under_way: Steps launched and not read.
+        row_start: First row of each in the oldest step not read.
+        num_uploaded: By entry and table, how many block-table entries the device has.
+    """
+
+    sequences: list[SequenceState]
+    num_drafts: list[int]
+    words: Tensor
+    tables: list[Tensor]
+    is_loaded: bool = False
+    has_new_pages: bool = True
+    emitted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    is_over: list[bool] = field(default_factory=lambda: [False] * MAX_ROWS)
+    draft_s: float | None = None
+    num_under_way: int = 0
+    row_start: list[int] = field(default_factory=list)
+    num_uploaded: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def live(self) -> list[int]:
+        """Entries that the device has not ended."""
+        return [i for i in range(len(self.sequences)) if not self.is_over[i]]
+
+
+class Lanes:
+    """Moves lanes' state between host, buffers and where they wait; owned by the engine."""
+
+    def __init__(self, programs: StepPrograms, group_ids: Sequence[int]):
+        """Start with nothing loaded.
+
+        Args:
+            programs: Whose buffers they are.
+            group_ids: Which group of the cache each of a sequence's tables belongs to.
+        """
+        self.programs, self._group_ids = programs, tuple(group_ids)
+        self.device = programs.device
+        self._loaded: Lane | None = None
+        self._spare: list[tuple[Tensor, list[Tensor]]] = []
+        self._blocks: list[Block] = []
+
+    def make(self, sequences: Sequence[SequenceState], num_drafts: Sequence[int], mask_token: int) -> Lane:
+        """Lay requests out anew: anchors, and mask tokens where drafts are to come."""
+        words, tables = self._spare.pop() if self._spare else self._allocate()
+        lane = Lane(list(sequences), list(num_drafts), words, tables)
+        host = Block.allocate("cpu", pinned=self.device.type == "cuda")
+        lay_out(host.arrays, sequences, num_drafts, mask_token)
+        lane.row_start = host.arrays["row_start"].tolist()
+        lane.words.copy_(host.words, non_blocking=True)
+        for entry in range(len(sequences)):
+            self.upload_pages(lane, entry)
+        return lane
+
+    def drop(self, lane: Lane) -> None:
+        """Let go of a lane that has nothing under way."""
+        if self._loaded is lane:
+            self._loaded = None
+        lane.is_loaded = False
+        self._spare.append((lane.words, lane.tables))
+
+    def upload_pages(self, lane: Lane, entry: int) -> None:
+        """Send the block-table entries that the device does not have yet."""
+        for i, (group, table) in enumerate(zip(self._group_ids, lane.sequences[entry].tables, strict=True)):
+            known = lane.num_uploaded.get((entry, i), 0)
+            entries = table.as_tuple()
+            if len(entries) > known:
+                fresh = pinned_copy(np.array(entries[known:], dtype=np.int32), self.device)
+                lane.tables[group][entry, known : len(entries)].copy_(fresh, non_blocking=True)
+                lane.num_uploaded[entry, i] = len(entries)
+                lane.has_new_pages = True
+
+    def load(self, lane: Lane) -> None:
+        """Put a lane's block and tables into the buffers; whoever was there waits beside them."""
+        programs = self.programs
+        if not lane.is_loaded:
+            self.unload()
+            programs.state.words.copy_(lane.words)
+            self._loaded, lane.is_loaded, lane.has_new_pages = lane, True, True
+        if lane.has_new_pages:
+            for group in self._group_ids:
+                programs.tables[group].copy_(lane.tables[group])
+            lane.has_new_pages = False
+
+    def unload(self) -> None:
+        """Save the block in the buffers, so that they can be used for something else."""
+        if self._loaded is not None:
+            self._loaded.words.copy_(self.programs.state.words)
+            self._loaded.is_loaded = False
+            self._loaded = None
+
+    def put_rows(
+        self, sequence: SequenceState | None, first: int, num_rows: int, token_ids: Sequence[int] = ()
+    ) -> None:
+        """Put rows of one sequence into the buffers, for a program that decides nothing.
+
+        Args:
+            sequence: Whose rows; None where neither pages nor sampling matter.
+            first: Position of the first row.
+            num_rows: At most ``MAX_ROWS``.
+            token_ids: The rows' tokens, where the program reads them; then the sequence's tables go along.
+        """
+        self.unload()
+        host = Block.allocate("cpu", pinned=self.device.type == "cuda")
+        fields = host.arrays
+        fields["input_ids"][: len(token_ids)] = token_ids
+        fields["positions"][:num_rows] = np.arange(first, first + num_rows)
+        fields["row_count"][0] = fields["num_rows"][0] = num_rows
+        fields["num_requests"][0] = 1
+        if sequence is not None:
+            fields["row_seeds"].view(np.uint64)[:num_rows] = sequence.sampling.seed
+            fields["row_temperatures"][:num_rows] = sequence.request.params.temperature
+        self.programs.state.words.copy_(host.words, non_blocking=True)
+        if token_ids and sequence is not None:
+            for group, table in zip(self._group_ids, sequence.tables, strict=True):
+                entries = pinned_copy(np.array(table.as_tuple(), dtype=np.int32), self.device)
+                self.programs.tables[group][0, : len(entries)].copy_(entries, non_blocking=True)
+
+    def set_num_drafts(self, lane: Lane, num_drafts: Sequence[int]) -> None:
+        """Change how many drafts the loaded lane's requests want, from its next layout of rows on."""
+        wanted = np.zeros(MAX_ROWS, dtype=np.int32)
+        wanted[: len(num_drafts)] = num_drafts
+        self.programs.state.fields["num_drafts"].copy_(pinned_copy(wanted, self.device), non_blocking=True)
+        lane.num_drafts = list(num_drafts)
+
+    def read_later(self) -> Block:
+        """Start a copy of the buffers' block to the host; it is there once the device has come so far."""
+        is_gpu = self.device.type == "cuda"
+        block = self._blocks.pop() if self._blocks else Block.allocate("cpu", pinned=is_gpu)
+        block.words.copy_(self.programs.state.words, non_blocking=is_gpu)
+        return block
+
+    def read_logits_later(self) -> Tensor:
+        """Start a copy of the logits of the buffers' rows to the host."""
+        logits = self.programs.logits
+        host = torch.empty(logits.shape, pin_memory=self.device.type == "cuda")
+        return host.copy_(logits, non_blocking=True)
+
+    def give_back(self, block: Block) -> None:
+        """Hand back a host block that has been read."""
+        self._blocks.append(block)
+
+    def wait(self, until: Mark) -> None:
+        """Wait until the device has come to a mark."""
+        if not isinstance(until, float):
+            until.synchronize()
+
+    def _allocate(self) -> tuple[Tensor, list[Tensor]]:
+        programs = self.programs
+        return torch.zeros_like(programs.state.words), [torch.zeros_like(t) for t in programs.tables]
+
+
+def lay_out(
+    fields: dict[str, NDArray[Any]],
+    sequences: Sequence[SequenceState],
+    num_drafts: Sequence[int],
+    mask_token: int,
+) -> None:
+    """Write the rows and requests of decoding sequences into a host block of zeros.
+
+    Args:
+        fields: ``Block.arrays``.
+        sequences: At most ``MAX_ROWS`` rows in all.
+        num_drafts: Of each; what its request can still say caps them.
+        mask_token: Stands where a draft is to come.
+    """
+    row = 0
+    fields["stop_ids"][:] = -1
+    for entry, (sequence, drafts) in enumerate(zip(sequences, num_drafts, strict=True)):
+        remaining = sequence.completion.num_remaining
+        count = 1 + min(drafts, remaining - 1)
+        rows = slice(row, row + count)
+        write_request(fields, entry, sequence, drafts)
+        fields["input_ids"][rows] = mask_token
+        fields["input_ids"][row] = sequence.completion.token_ids[-1]
+        fields["positions"][rows] = np.arange(sequence.num_computed, sequence.num_computed + count)
+        fields["row_request"][rows] = entry
+        fields["row_start"][entry], fields["row_count"][entry] = row, count
+        fields["row_seeds"][rows] = fields["seeds"][entry]
+        fields["row_temperatures"][rows] = fields["temperatures"][entry]
+        row += count
+    fields["num_rows"][0], fields["num_requests"][0] = row, len(sequences)
+
+
+def write_request(
+    fields: dict[str, NDArray[Any]], entry: int, sequence: SequenceState, num_drafts: int
+) -> None:
+    """Write what a step needs to know of one request besides its rows."""
+    params = sequence.request.params
+    fields["seeds"].view(np.uint64)[entry] = sequence.sampling.seed
+    fields["temperatures"][entry] = params.temperature
+    fields["remaining"][entry] = sequence.completion.num_remaining
+    fields["num_drafts"][entry] = num_drafts
+    stops = list(params.stop_token_ids)
+    if not params.ignore_eos:
+        stops += sequence.sampling.eos_token_ids
+    stops = [token for token in stops if 0 <= token < sequence.sampling.vocab_size]
+    # A longer list is the host's to watch: what the device says beyond the end is dropped.
+    if len(stops) <= MAX_STOPS:
+        fields["stop_ids"][entry, : len(stops)] = stops
+
+
+def tokens_said(fields: dict[str, NDArray[Any]], entry: int, before: int) -> list[int]:
+    """Return the tokens that a request said after its first ``before``."""
+    now = int(fields["emitted"][entry])
+    said: list[int] = [int(fields["ring"][entry, i % RING]) for i in range(before, now)]
+    return said

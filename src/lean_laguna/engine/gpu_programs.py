@@ -1,0 +1,292 @@
+"""What a step launches, over one set of static buffers: verify, rows with logits, propose; as CUDA graphs.
+
+Nothing here depends on how many rows are live: it is read on the device. On a CPU the same bodies run
+directly, under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.engine.gpu_cache import PagedPools
+from lean_laguna.engine.gpu_state import MAX_ROWS, Block
+from lean_laguna.engine.gpu_weights import drafter_weights, target_weights
+from lean_laguna.kernels.triton.accept import Requests, accept
+from lean_laguna.kernels.triton.compiling import compile_ahead
+from lean_laguna.kernels.triton.draft_step import DraftStep, Features
+from lean_laguna.kernels.triton.launch import Launch, Tile
+from lean_laguna.kernels.triton.rows import Rows
+from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
+from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
+from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
+
+NARROW = 8
+"""Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
+
+
+@dataclass
+class Program:
+    """Launches that always are the same: run as they are the first time, as a captured graph from then on.
+
+    Attributes:
+        body: Launches on buffers that stay where they are.
+        pool: Of the graphs' memory; None runs the body every time.
+    """
+
+    body: Callable[[], None]
+    pool: Any
+    _num_runs: int = 0
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Launch it."""
+        self._num_runs += 1
+        if self._graph is None and self.pool is not None and self._num_runs > 1:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self.body()
+            self._graph = graph
+        if self._graph is None:
+            self.body()
+        else:
+            self._graph.replay()
+
+
+class StepPrograms:
+    """Weights, pages and buffers of the device, and every program over them; owned by one engine.
+
+    Attributes:
+        device: Where it all is.
+        pools: Keys and values.
+        state: The block that programs read and change.
+        tables: Per KV group, [MAX_ROWS, max_blocks] int32 block tables of the requests in ``state``.
+        target: Weights of the target.
+        drafter: Weights of the drafter, or None.
+        draft_group: KV group of the drafter's layers.
+        scratch: Buffers of a step.
+        caches: Pages and tables of the target, layer by layer.
+        logits: [MAX_ROWS, V] float32, written by ``rows`` and ``choose``.
+    """
+
+    def __init__(
+        self,
+        target: LagunaForCausalLM,
+        drafter: DFlashDrafter | None,
+        pools: PagedPools,
+        max_model_len: int,
+        thresholds: Sequence[int] | None = None,
+    ):
+        """Lay the weights out and set the buffers aside.
+
+        Args:
+            target: The target; its parameters become views.
+            drafter: The drafter, or None; likewise.
+            pools: Keys and values of the groups of both.
+            max_model_len: Longest prompt plus output, tokens.
+            thresholds: [MAX_ROWS] of synthetic acceptance, or None.
+        """
+        self.pools = pools
+        self.target = target_weights(target, max_model_len + MAX_ROWS)
+        self.device = self.target.head.device
+        self.drafter = drafter_weights(drafter, max_model_len + MAX_ROWS) if drafter is not None else None
+        self._is_gpu = self.device.type == "cuda"
+        self._tiles = Tiles() if self._is_gpu else _interpreted_tiles(drafter)
+        self.state = Block.allocate(self.device)
+        max_blocks = -(-(max_model_len + MAX_ROWS) // pools.kv_block_size)
+        self.tables = [
+            torch.zeros(MAX_ROWS, max_blocks, dtype=torch.int32, device=self.device) for _ in pools.groups
+        ]
+        self.caches = self._target_caches(target.config)
+        own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
+        self._draft_head = self.target.head if own_head is None else own_head
+        self._token_map = None if drafter is None or own_head is None else drafter.d2t
+        layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
+        self.scratch = Scratch.allocate(layers, self.target.head, self._tiles)
+        self.tap_layers = drafter.config.target_layer_ids if drafter is not None else ()
+        self._taps = self._empty(MAX_ROWS, len(self.tap_layers), self.target.norm.shape[0])
+        self._thresholds = (
+            None if thresholds is None else torch.tensor(thresholds, dtype=torch.int64, device=self.device)
+        )
+        self.draft_group = DRAFT_FULL_GROUP
+        if drafter is not None and drafter.config.window is not None:
+            self.draft_group = DRAFT_SLIDING_GROUP
+        self._features = Features.allocate(self.drafter) if self.drafter is not None else None
+        pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._make = {"verify": self._verify, "decode": self._decode, "rows": self._rows}
+        self._make |= {"propose": self._propose, "choose": self._choose, "fill": self._fill}
+        self._pool = pool
+        self._keeps_logits = False
+
+    def keep_logits(self) -> None:
+        """Have ``verify`` and ``decode`` write ``logits`` too, for whoever checks them."""
+        self._keeps_logits = True
+        self._programs.clear()
+
+    def columns(self, num_rows: int) -> int:
+        """Return the token columns for so many rows.
+
+        On a CPU always all of them: the interpreter's products are numpy's, whose sums follow the width.
+        """
+        return NARROW if self._is_gpu and num_rows <= NARROW else MAX_ROWS
+
+    def run(self, name: str, cols: int) -> None:
+        """Launch a program.
+
+        Args:
+            name: ``verify``: target, the drafter's context, acceptance, the next rows; ``decode``: the same
+                without the context; ``rows``: target with logits and the context, nothing decided;
+                ``propose``: drafts for the rows laid out; ``fill``: target without head, and the context;
+                ``choose``: logits and tokens of ``scratch.normed``.
+            cols: From ``columns``, of the live rows before it or after, whichever are more.
+        """
+        key = (name, cols)
+        if key not in self._programs:
+            self._programs[key] = Program(partial(self._make[name], cols), self._pool)
+        self._programs[key]()
+
+    def warm_up(self) -> None:
+        """Compile all programs side by side, then run each on no rows and capture it; nothing on a CPU."""
+        if not self._is_gpu:
+            return
+        names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
+        keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
+        compile_ahead([partial(self._make[name], cols) for name, cols in keys])
+        self.state.words.zero_()
+        for name, cols in keys:
+            if name != "rows" or cols == MAX_ROWS:  # captured when first used
+                for _ in range(2):
+                    self.run(name, cols)
+        torch.cuda.synchronize(self.device)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[MAX_ROWS, V] float32."""
+        return torch.zeros(MAX_ROWS, self.target.head.shape[0], device=self.device)
+
+    def _launch(self, cols: int) -> Launch:
+        return Launch(cols) if self._is_gpu else Launch(cols, programs=1, attention_programs=1)
+
+    def _empty(self, *size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.target.head.dtype, device=self.device)
+
+    def _target_caches(self, config: LagunaConfig) -> Caches:
+        layers, tables, counts = [], [], [0, 0]
+        for kind in config.layer_types:
+            group = FULL_GROUP if kind == "full_attention" else SLIDING_GROUP
+            layers.append(self.pools.layer(group, counts[group]))
+            tables.append(self.tables[group])
+            counts[group] += 1
+        return Caches(tuple(layers), tuple(tables))
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Where the rows stand."""
+        f = self.state.fields
+        return Rows(
+            num_rows=f["num_rows"],
+            num_requests=f["num_requests"],
+            row_start=f["row_start"],
+            row_count=f["row_count"],
+            row_request=f["row_request"],
+            positions=f["positions"],
+        )
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        f = self.state.fields
+        return Inputs(f["input_ids"], f["row_seeds"], f["row_temperatures"], self.rows)
+
+    @cached_property
+    def _requests(self) -> Requests:
+        names = ["remaining", "num_drafts", "seeds", "temperatures", "stop_ids", "ring"]
+        names += ["emitted", "accepted", "drafted"]
+        return Requests(**{name: self.state.fields[name] for name in names}, thresholds=self._thresholds)
+
+    def _target_step(self, cols: int, *, taps: bool, logits: bool = False) -> TargetStep:
+        return TargetStep(
+            self.target,
+            self.caches,
+            self._inputs,
+            self.scratch,
+            self.state.fields["sampled"],
+            tap_layers=self.tap_layers if taps else (),
+            taps=self._taps if taps and self.tap_layers else None,
+            logits=self.logits if logits else None,
+            launch=self._launch(cols),
+            tiles=self._tiles,
+        )
+
+    def _draft_step(self, cols: int) -> DraftStep:
+        assert self.drafter is not None
+        assert self._features is not None
+        return DraftStep(
+            self.drafter,
+            self.target.embed,
+            self._draft_head,
+            self.pools.group(self.draft_group),
+            self.tables[self.draft_group],
+            self._inputs,
+            self.scratch,
+            self._features,
+            token_map=self._token_map,
+            launch=self._launch(cols),
+            tiles=self._tiles,
+        )
+
+    def _accept(self, cols: int) -> None:
+        inputs, state = self._inputs, self.state.fields
+        accept(
+            inputs.input_ids,
+            state["sampled"],
+            self.rows,
+            inputs.seeds,
+            inputs.temperatures,
+            self._requests,
+            self._launch(cols),
+            mask_token=self.drafter.mask_token if self.drafter is not None else 0,
+        )
+
+    def _verify(self, cols: int) -> None:
+        self._target_step(cols, taps=True, logits=self._keeps_logits).run()
+        self._draft_step(cols).append_context(self._taps)
+        self._accept(cols)
+
+    def _decode(self, cols: int) -> None:
+        self._target_step(cols, taps=False, logits=self._keeps_logits).run()
+        self._accept(cols)
+
+    def _rows(self, cols: int) -> None:
+        self._target_step(cols, taps=True, logits=True).run()
+        if self.drafter is not None:
+            self._draft_step(cols).append_context(self._taps)
+
+    def _fill(self, cols: int) -> None:
+        self._target_step(cols, taps=True).fill()
+        if self.drafter is not None:
+            self._draft_step(cols).append_context(self._taps)
+
+    def _propose(self, cols: int) -> None:
+        self._draft_step(cols).propose()
+
+    def _choose(self, cols: int) -> None:
+        self._target_step(cols, taps=False, logits=True).choose()
+
+
+def _interpreted_tiles(drafter: DFlashDrafter | None) -> Tiles:
+    """Return tiles that make few programs: under the interpreter they run one after another."""
+    tiles = {field.name: Tile(64, 64, split=2, warps=1, stages=1) for field in fields(Tiles)}
+    if drafter is not None:
+        config = drafter.config
+        rows = gcd(64, 2 * config.num_key_value_heads * config.head_dim)  # of one layer's norm
+        tiles["context"] = Tile(rows, 64, split=2, warps=1, stages=1)
+    return Tiles(**tiles | {"head": Tile(128, 64, warps=1, stages=1)})

@@ -1,0 +1,131 @@
+"""Prompts on the device: a chunk of one sequence at a time, and the head for the rows that need it.
+
+A chunk runs alone, at absolute boundaries, so what it leaves in the cache does not depend on neighbours or on
+what a cached prefix spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lean_laguna.engine.gpu_lanes import Lanes, mark
+from lean_laguna.engine.gpu_programs import StepPrograms
+from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
+from lean_laguna.engine.sequence import SequenceState
+from lean_laguna.kernels.triton.context import append_chunk_context
+from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep
+
+
+class Prompts(Protocol):
+    """Computes chunks; keys, values and the drafter's context are written in stream order."""
+
+    def compute(
+        self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
+    ) -> Tensor:
+        """Run a chunk whose pages are there.
+
+        Returns:
+            [1, D] after the final norm, of the last row, or [S, D] of all; valid until the next call.
+        """
+        ...
+
+
+class RowPrompts:
+    """Prompts through the decode kernels, 16 rows at a time: slow, and the same bits however they are cut."""
+
+    def __init__(self, programs: StepPrograms, lanes: Lanes):
+        self._programs, self._lanes = programs, lanes
+
+    def compute(
+        self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
+    ) -> Tensor:
+        """Run a chunk; see ``Prompts.compute``."""
+        hidden = []
+        for start in range(0, len(token_ids), MAX_ROWS):
+            tokens = token_ids[start : start + MAX_ROWS]
+            self._lanes.put_rows(sequence, first + start, len(tokens), tokens)
+            self._programs.run("fill", self._programs.columns(len(tokens)))
+            if wants_all or start + MAX_ROWS >= len(token_ids):
+                hidden.append(self._programs.scratch.normed[: len(tokens)].clone())
+        return torch.cat(hidden) if wants_all else hidden[0][-1:]
+
+
+class ChunkPrompts:
+    """Prompts through the kernels for chunks, on the tensor cores."""
+
+    def __init__(self, programs: StepPrograms, group_ids: Sequence[int], chunk_size: int):
+        """Set buffers aside for chunks of up to ``chunk_size`` tokens."""
+        self._programs, self._group_ids = programs, tuple(group_ids)
+        taps = None
+        if programs.drafter is not None:
+            width = programs.target.norm.shape[0]
+            taps = programs.target.norm.new_zeros(chunk_size, len(programs.tap_layers), width)
+        scratch = PrefillScratch.allocate(programs.target, chunk_size)
+        self._step = PrefillStep(
+            programs.target, programs.caches, scratch, tap_layers=programs.tap_layers, taps=taps
+        )
+        self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
+        self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
+
+    def compute(
+        self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
+    ) -> Tensor:
+        """Run a chunk; see ``Prompts.compute``."""
+        programs, step = self._programs, self._step
+        for group, table in zip(self._group_ids, sequence.tables, strict=True):
+            entries = pinned_copy(np.array(table.as_tuple(), dtype=np.int32), programs.device)
+            self._tables[group][: len(entries)].copy_(entries, non_blocking=True)
+        ids = pinned_copy(np.array(token_ids, dtype=np.int32), programs.device)
+        step.scratch.input_ids[: len(ids)].copy_(ids, non_blocking=True)
+        tables = tuple(self._table_of[id(table)] for table in programs.caches.tables)
+        hidden = step.run(step.scratch.input_ids, first, len(token_ids), tables=tables, all_rows=wants_all)
+        if programs.drafter is not None and step.taps is not None:
+            append_chunk_context(
+                programs.drafter,
+                programs.pools.group(programs.draft_group),
+                step.taps,
+                self._tables[programs.draft_group],
+                first,
+                len(token_ids),
+            )
+        return hidden
+
+
+class Head:
+    """The head alone, for rows of a prompt: the same kernel, and so the same bits, as in a decode step."""
+
+    def __init__(self, programs: StepPrograms, lanes: Lanes):
+        self._programs, self._lanes = programs, lanes
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] float32 on the device, of rows [R, D] after the final norm."""
+        found = []
+        for rows in hidden.split(MAX_ROWS):
+            self._run(None, 0, rows)
+            found.append(self._programs.logits[: len(rows)].clone())
+        return torch.cat(found)
+
+    def sample(self, hidden: Tensor, sequence: SequenceState, position: int) -> tuple[int, Tensor]:
+        """Return the token after one row, and the row's logits [1, V], on the device until the next call.
+
+        Args:
+            hidden: [1, D] after the final norm.
+            sequence: Whose row it is.
+            position: Of the row.
+        """
+        self._run(sequence, position, hidden)
+        block = self._lanes.read_later()
+        self._lanes.wait(mark(self._programs.device))
+        token = int(block.arrays["sampled"][0])
+        self._lanes.give_back(block)
+        return token, self._programs.logits[:1]
+
+    def _run(self, sequence: SequenceState | None, position: int, hidden: Tensor) -> None:
+        self._lanes.put_rows(sequence, position, len(hidden))
+        self._programs.scratch.normed[: len(hidden)].copy_(hidden)
+        self._programs.run("choose", self._programs.columns(len(hidden)))

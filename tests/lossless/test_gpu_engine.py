@@ -1,0 +1,139 @@
+"""On the Triton kernels, run ahead: drafts, neighbours, cached prefixes and cancellations change nothing.
+
+Under Triton's interpreter where there is no GPU. Compared are tokens and the hashes of the logits that they
+were chosen from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from lean_laguna.core.types import SamplingParams
+from support.engines import assert_nothing_held, run_all, tokens_of
+from support.gpu import EOS, toy_engine
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
+
+PROMPTS = [[token % 200 + 20 for token in tokens_of(i, n)] for i, n in enumerate((5, 11, 3))]
+LONG = [token % 200 + 20 for token in tokens_of(7, 17)]
+
+
+def params(i, max_tokens=6, **options):
+    return SamplingParams(
+        temperature=0.9 * (i % 2), max_tokens=max_tokens, ignore_eos=True, seed=i, **options
+    )
+
+
+class Run:
+    """Requests through one engine, with a hash of each one's logits."""
+
+    def __init__(self, engine, *requests, **options):
+        self.engine = engine
+        self._hashes = {}
+        engine.watch_logits(self._watch)
+        self.states = [engine.add_request(*request, **options) for request in requests]
+
+    def _watch(self, sequence, logits):
+        digests = self._hashes.setdefault(sequence, [])
+        digests += [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in logits]
+
+    def finish(self):
+        run_all(self.engine)
+        assert_nothing_held(self.engine)
+        return self.found()
+
+    def found(self):
+        found = []
+        for state in self.states:
+            completion = state.sequences[0].completion
+            hashes = self._hashes[state.sequences[0]][: len(completion.token_ids)]
+            found.append((completion.token_ids, completion.finish_reason, hashes))
+        return found
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return [(prompt, params(i, 5 + i)) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def expected(requests):
+    """What a plain engine says to all of them at once."""
+    found = Run(toy_engine(), *requests).finish()
+    assert [len(tokens) for tokens, *_ in found] == [5, 6, 7]
+    assert [len(hashes) for *_, hashes in found] == [5, 6, 7]
+    return found
+
+
+def test_neighbours_change_nothing(requests, expected):
+    assert Run(toy_engine(), requests[1]).finish() == expected[1:2]
+
+
+@pytest.mark.parametrize("num_drafts", [3, 7])
+def test_drafts_and_how_launches_are_split_change_nothing(requests, expected, num_drafts):
+    run = Run(toy_engine(num_drafts), *requests)
+    assert run.finish() == expected
+    counts = run.engine.stats().speculation
+    assert counts.num_draft_tokens > counts.num_accepted_tokens
+
+
+def test_a_cached_prefix_changes_nothing():
+    run = Run(toy_engine(3), (LONG, params(1, 4)))
+    run_all(run.engine)
+    again = Run(run.engine, (LONG, params(1, 4)))
+    run_all(again.engine)
+    assert again.states[0].snapshot().num_cached_tokens == 16
+    assert again.found() == run.found()
+    assert Run(toy_engine(enable_prefix_caching=False), (LONG, params(1, 4))).finish() == run.found()
+
+
+def test_cancellations_late_arrivals_and_stop_texts_leave_others_alone(requests, expected):
+    engine = toy_engine(3)
+    run = Run(engine, requests[1])
+    text = engine.tokenizer.decode(expected[0][0][:3])
+    stopped = engine.add_request(requests[0][0], params(0, 5, stop=(text[-1:],)))
+    doomed = engine.add_request(LONG[:6], params(3, 30))
+    for _ in range(3):
+        engine.step()
+    engine.abort(doomed.request_id)
+    run.states.append(engine.add_request(*requests[2]))
+    assert run.finish() == expected[1:]
+    assert stopped.snapshot().outputs[0].finish_reason == "stop"
+    assert doomed.snapshot().outputs[0].finish_reason == "abort"
+
+
+def test_stop_tokens_and_limits_end_a_request_where_they_stand(requests, expected):
+    tokens, _, hashes = expected[2]
+    stop = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i >= 2)
+    ended = Run(toy_engine(3), (PROMPTS[2], params(2, 7, stop_token_ids=(tokens[stop], EOS)))).finish()
+    assert ended == [(tokens[: stop + 1], "stop", hashes[: stop + 1])]
+    assert Run(toy_engine(3), (PROMPTS[2], params(2, 1))).finish() == [(tokens[:1], "length", hashes[:1])]
+
+
+def test_log_probabilities_are_of_the_same_tokens_and_logits(requests, expected):
+    run = Run(toy_engine(3), (PROMPTS[1], params(1, 4, logprobs=2, prompt_logprobs=0)))
+    ((tokens, _, hashes),) = run.finish()
+    assert tokens == expected[1][0][:4]
+    assert hashes == expected[1][2][:4]
+    output = run.states[0].snapshot()
+    assert len(output.prompt_logprobs) == len(PROMPTS[1])
+    assert all(token in row for token, row in zip(tokens, output.outputs[0].logprobs, strict=True))
+
+
+def test_options_of_the_host_are_lossless_too(capsys):
+    request = (PROMPTS[1], params(1, 5, top_k=3, repetition_penalty=1.2, min_tokens=2))
+    assert Run(toy_engine(3), request).finish() == Run(toy_engine(), request).finish()
+    assert "top_k: chosen on the host" in capsys.readouterr().err
+
+
+def test_synthetic_acceptance_has_the_rates_it_was_given():
+    engine = toy_engine(3, synthetic_rates=(1.0, 1.0, 0.0))
+    state = engine.add_request(PROMPTS[0], params(1, 8))
+    run_all(engine)
+    assert engine.config.is_synthetic
+    assert state.snapshot().outputs[0].speculation.num_accepted_tokens_per_pos[:2] == (2, 2)
