@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,6 +16,9 @@ from lean_laguna.server.app import App
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
 
+SWITCH_INTERVAL_S = 0.001
+"""How long the engine's thread may keep the interpreter while the event loop wants it: a token waits no
+longer. Python's own 5 ms are as much as a step of a small model."""
 _LAST_WORDS_S = 5.0
 """After the running requests' time is up: to write their errors and close."""
 
@@ -92,6 +96,7 @@ def serve(
     Raises:
         BaseException: What made loading fail.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.basicConfig(format="lean-laguna: %(levelname)s: %(message)s")
     failed: list[BaseException] = []
 
