@@ -43,7 +43,7 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
         return "the GPU is older than sm_80"
     if type(target) is not LagunaForCausalLM:
         return f"they run Laguna targets with plain weights, not {type(target).__name__}"
-    if any(not weight.is_floating_point() for weight in target.parameters()):
+    if any(weight.is_meta or not weight.is_floating_point() for weight in target.parameters()):
         return "the target's weights are quantised"
     reason = _why_not_target(target.config)
     if reason is None and drafter is not None:

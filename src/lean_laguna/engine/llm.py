@@ -55,7 +55,9 @@ class LLM:
         config = EngineConfig(model=model, speculative=SpeculativeConfig.parse(speculative_config), **options)
         self.engine, self.folder = load_engine(config)
         self._chat_template: ChatTemplate | None = None
-        self._generation_config = GenerationConfig.from_dir(self.folder)
+        self._generation_config = (
+            GenerationConfig() if config.load_format == "dummy" else GenerationConfig.from_dir(self.folder)
+        )
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, folder: Path | None = None) -> LLM:

@@ -15,6 +15,13 @@ from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.models.dummy import (
+    drafter_config,
+    dummy_drafter,
+    dummy_target,
+    dummy_tokenizer,
+    target_config,
+)
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
@@ -95,6 +102,10 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    if config.is_synthetic:
+        print(f"lean-laguna: SYNTHETIC: {synthetic_note(config)}", file=sys.stderr)
+    if config.load_format == "dummy":
+        return _load_dummy(config, device, dtype), Path()
     folder = resolve_model(config.model)
     # Found before any weight is read: a wrong name should not cost the target's loading time.
     drafter_folder = resolve_model(config.speculative.model) if config.speculative else None
@@ -106,3 +117,28 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def synthetic_note(config: EngineConfig) -> str:
+    """Say in one line why what an engine says is not a model's output."""
+    reasons = []
+    if config.load_format == "dummy":
+        reasons.append(f"random weights in the shape of {config.shape or config.model}")
+    if config.speculative is not None and config.speculative.is_synthetic:
+        reasons.append("drafts accepted at given rates")
+    return f"{' and '.join(reasons)}; for timing only, the output is not a model's"
+
+
+def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> LLMEngine:
+    """Return an engine over random weights."""
+    shape = config.shape or config.model
+    target_shape = target_config(shape)
+    drafter_shape = drafter_config(config.speculative.model, shape) if config.speculative else None
+    if drafter_shape is not None:
+        drafter_shape.check_target(target_shape, shape)
+    target = dummy_target(target_shape, dtype, device)
+    proposer = None
+    if drafter_shape is not None:
+        proposer = DFlashProposer(dummy_drafter(drafter_shape, dtype, device), target)
+    make = engine_type(target, proposer, config.kernels, device)
+    return make(target, dummy_tokenizer(target_shape.vocab_size), proposer, config)

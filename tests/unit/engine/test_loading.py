@@ -3,6 +3,7 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.loading import engine_type, load_engine, resolve_device, resolve_dtype
 from lean_laguna.spec.proposer import DFlashProposer
@@ -69,3 +70,18 @@ def test_kernels_that_cannot_run_these_models_are_refused_by_reason():
     mixed = DFlashProposer(tiny_drafter(layers="SF"), tiny_target())
     with pytest.raises(ConfigError, match="not all of one kind"):
         engine_type(tiny_target(), mixed, "triton", torch.device("cpu"))
+
+
+def test_dummy_weights_run_by_shape_and_are_never_passed_off_as_a_model(capsys):
+    config = EngineConfig.from_dict(
+        {"model": "nano", "load_format": "dummy", "shape": "nano", "max_model_len": 64, "device": "cpu"}
+        | {"speculative": {"model": "nano-dflash", "num_speculative_tokens": 3}}
+        | {"max_num_seqs": 1}
+    )
+    engine, _ = load_engine(config)
+    assert config.is_synthetic
+    assert "SYNTHETIC: random weights in the shape of nano" in capsys.readouterr().err
+    state = engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=3))
+    while engine.has_unfinished:
+        engine.step()
+    assert state.snapshot().outputs[0].text.startswith("<")
