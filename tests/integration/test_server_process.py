@@ -1,4 +1,4 @@
-"""The server as a process: answers before the weights are in, stops cleanly, and leaves nothing after a kill."""
+"""The server as a process: answers before the weights are in, stops cleanly, leaves nothing after a kill."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def wait_for(url: str, status: int) -> httpx.Response:
         time.sleep(0.05)
 
 
+def stream_until_killed(url: str, child: subprocess.Popen[str]) -> None:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line:
+                child.send_signal(signal.SIGKILL)
+
+
 def test_killed_during_a_stream_the_port_serves_again_and_a_signal_ends_it_cleanly() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -56,13 +63,8 @@ def test_killed_during_a_stream_the_port_serves_again_and_a_signal_ends_it_clean
         loading = wait_for(url, 503)
         assert loading.json()["error"]["code"] == "loading"
         wait_for(url, 200)
-        with (
-            pytest.raises(httpx.TransportError),
-            httpx.stream("POST", f"{url}/v1/completions", json=LONG) as stream,
-        ):
-            for line in stream.iter_lines():
-                if line:
-                    first.send_signal(signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            stream_until_killed(url, first)
     with process(port, "--shutdown-timeout", "0") as second:
         wait_for(url, 200)
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as stream:
