@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from gpu_step import Bench
 from twins import relative
 
+from lean_laguna.kernels.cuda import attention as cuda_attention
+from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton import step as step_module
 from lean_laguna.kernels.triton.draft_step import DraftStep
@@ -35,7 +39,6 @@ class LayersBench(Bench):
         self.sync()
 
     def target(self, launch: Launch, **options: Any) -> TargetStep:
-        options.pop("ahead", None)
         step = super().target(launch, **options)
         return dataclasses.replace(step, layer=self.cuda) if self.use_cuda else step
 
@@ -75,13 +78,19 @@ class LayersBench(Bench):
 
     def steps(self) -> list[dict[str, Any]]:
         table = []
-        for label, cuda, launch in (
-            ("triton, plain", False, self.launch(8, False)),
-            ("cuda, plain", True, self.launch(8, False)),
-            ("cuda, early", True, self.launch(8, True)),
-            ("cuda, early, 16 columns", True, self.launch(16, True)),
+        for label, cuda, launch, ahead, spread in (
+            ("triton, plain", False, self.launch(8, False), 0, 1),
+            ("cuda, plain", True, self.launch(8, False), 0, 1),
+            ("cuda, early", True, self.launch(8, True), 0, 1),
+            ("cuda, early, 2 a multiprocessor", True, self.launch(8, True), 0, 2),
+            ("cuda, early, 16 MB ahead", True, self.launch(8, True), 1024, 1),
+            ("cuda, early, 24 MB ahead", True, self.launch(8, True), 1536, 1),
+            ("cuda, early, 16 MB ahead, 16 columns", True, self.launch(16, True), 1024, 1),
         ):
             self.use_cuda = cuda
+            self.cuda.fetches_ahead = ahead > 0
+            cuda_attention.AHEAD_BYTES = ahead
+            products.PROGRAMS = spread
             self.place([1], [self.context])
             replay = self.graph(self.target(launch).run)
             row: dict[str, Any] = {"setup": label}
@@ -93,11 +102,45 @@ class LayersBench(Bench):
             print(row, flush=True)
             table.append(row)
         self.use_cuda = True
+        products.PROGRAMS = 1
+        cuda_attention.AHEAD_BYTES = 1024
         return table
 
     def profile_cuda(self) -> dict[str, Any]:
-        """Return each kernel's microseconds in one step, alone (no early launch), at 1 and 8 rows."""
-        return self.profile()
+        """Return, kernel by kernel within a layer, median microseconds alone and between starts."""
+        from torch.profiler import ProfilerActivity, profile
+
+        out = {}
+        for m, early in ((1, False), (1, True), (8, False), (8, True)):
+            self.place([m], [self.context])
+            replay = self.graph(self.target(self.launch(8, early)).run)
+            replay()
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
+                replay()
+                replay()
+                self.sync()
+            events = sorted((e for e in prof.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+            found: dict[str, list[tuple[float, float, float]]] = {}
+            before = None
+            for e, after in itertools.pairwise(events):
+                if e.name == "project" and after.name != "attention":
+                    name = "router" if after.name == "experts_up" else "gate_up"
+                elif e.name == "attention":
+                    name = f"attention after {before}"
+                else:
+                    name = e.name
+                before = e.name
+                found.setdefault(name, []).append(
+                    (
+                        e.device_time,
+                        after.time_range.start - e.time_range.start,
+                        after.time_range.end - e.time_range.end,
+                    )
+                )
+            for name, rows in found.items():
+                medians = [round(statistics.median(r[i] for r in rows), 2) for i in range(3)]
+                out[f"{m} rows, {'early' if early else 'plain'}, {name} x{len(rows)}"] = medians
+        return out
 
     def drafting(self) -> dict[str, Any]:
         """Time the drafter either way."""
@@ -146,7 +189,7 @@ def main() -> None:
     bench.phase("steps", bench.steps)
     bench.phase("bits", bench.bits)
     bench.phase("drafting", bench.drafting)
-    bench.phase("profile", bench.profile_cuda)
+    bench.phase("profile", bench.profile_cuda, 10)
     bench.found["kernels"] = {}
     bench.report(parser.parse_args().out)
 

@@ -139,7 +139,6 @@ class Bench:
         tiles: Tiles | None = None,
         logits: bool = False,
         taps: bool = True,
-        ahead: int = 0,
     ) -> TargetStep:
         return TargetStep(
             self.weights,
@@ -152,7 +151,6 @@ class Bench:
             logits=self.logits if logits else None,
             launch=launch,
             tiles=tiles or self.tiles,
-            ahead_programs=ahead,
         )
 
     # --- compiling and timing

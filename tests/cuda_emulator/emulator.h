@@ -109,7 +109,9 @@ static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 DEVICE uint4 load_weight(const u16 *p) { return *(const uint4 *)p; }
+DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
+DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
 DEVICE u16 load_fresh16(const u16 *p) { return *p; }
 DEVICE int load_fresh32(const int *p) { return *p; }
 DEVICE float4 load_fresh_floats(const float *p) { return *(const float4 *)p; }

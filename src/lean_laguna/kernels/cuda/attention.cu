@@ -15,87 +15,105 @@
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
 #define SLICE (P / WARPS)
+#define TAKE 8
+#define MAX_TILES GROUP
 #define INF __int_as_float(0x7f800000)
 
 struct Task {
-    int request, head, split, start, count, first, last, low_split, num_splits;
+    int request, head, tile, split, start, count, first, last, low_split, num_splits;
 };
 
-// The task at place `index` of all requests' tasks in a row; false past the end.
+// The task at place `index` of all requests' tasks in a row; false past the end. A task is one split of one KV
+// head for 16 of the request's queries.
 DEVICE bool find_task(Task &task, int index, const int *row_start, const int *row_count, const int *positions,
                       int num_requests) {
     for (int r = 0; r < num_requests; r++) {
-        const int count = load_fresh32(row_count + r);
+        const int count = load_fresh32(row_count + r), start = load_fresh32(row_start + r);
         if (count == 0) continue;
-        const int start = load_fresh32(row_start + r), first = load_fresh32(positions + start);
+        const int first = load_fresh32(positions + start);
         const int last = first + count - 1, low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
         const int low_split = low_key / SPLIT, num_splits = last / SPLIT - low_split + 1;
-        if (index < num_splits * J) {
-            task.request = r, task.head = index % J, task.split = low_split + index / J, task.start = start;
+        const int tiles = (count * GROUP + 15) / 16;
+        if (index < num_splits * J * tiles) {
+            task.request = r, task.head = index % J, task.tile = index / J % tiles;
+            task.split = low_split + index / (J * tiles), task.start = start;
             task.count = count, task.first = first, task.last = last, task.low_split = low_split;
             task.num_splits = num_splits;
             return true;
         }
-        index -= num_splits * J;
+        index -= num_splits * J * tiles;
     }
     return false;
 }
 
-// One head, four elements a lane, normalised and turned as Hugging Face rounds; `at` may be no row at all.
-DEVICE uint2 turned(const u16 *at, const u16 *weight, const u16 *cos_row, const u16 *sin_row, float eps, int lane) {
-    u32 raw[2] = {0, 0};
-    raw[0] = (u32)load_fresh16(at + lane * 4) | ((u32)load_fresh16(at + lane * 4 + 1) << 16);
-    raw[1] = (u32)load_fresh16(at + lane * 4 + 2) | ((u32)load_fresh16(at + lane * 4 + 3) << 16);
-    float v[4] = {low(raw[0]), high(raw[0]), low(raw[1]), high(raw[1])};
+DEVICE uint2 load_fresh4(const u16 *p) {
+    // Rows of qkv start at any even element: two loads of two.
+    return make_uint2(load_fresh_pair(p), load_fresh_pair(p + 2));
+}
+
+// One head, four elements a lane, normalised and turned as Hugging Face rounds.
+DEVICE uint2 turned(uint2 raw, uint2 by, uint2 cosines, uint2 sines, float eps, int lane) {
+    float v[4] = {low(raw.x), high(raw.x), low(raw.y), high(raw.y)};
+    const float c[4] = {low(cosines.x), high(cosines.x), low(cosines.y), high(cosines.y)};
+    const float s[4] = {low(sines.x), high(sines.x), low(sines.y), high(sines.y)};
     if (QK_NORM) {
+        const float w[4] = {low(by.x), high(by.x), low(by.y), high(by.y)};
         const float inverse =
             rsqrtf(sum_over_warp(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / P + eps);
-        for (int i = 0; i < 4; i++) v[i] = rounded(rounded(v[i] * inverse) * from_bf16(weight[lane * 4 + i]));
+        for (int i = 0; i < 4; i++) v[i] = rounded(rounded(v[i] * inverse) * w[i]);
     }
     for (int i = 0; i < 4; i++) {
         const float other = exchange(v[i], HALF / 4);
         const int d = lane * 4 + i;
-        if (d < ROTARY) {
-            const float signed_other = d < HALF ? -other : other;
-            const float c = from_bf16(cos_row[d % HALF]), s = from_bf16(sin_row[d % HALF]);
-            v[i] = rounded(rounded(v[i] * c) + rounded(signed_other * s));
-        }
+        if (d < ROTARY) v[i] = rounded(rounded(v[i] * c[i]) + rounded((d < HALF ? -other : other) * s[i]));
     }
     return make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
 }
 
+// Four elements of a position's row of the rotary tables, for the four that a lane turns.
+DEVICE uint2 angles(const u16 *table, int position, int lane) {
+    const int d = lane * 4;
+    return d < ROTARY ? *(const uint2 *)(table + (size_t)position * HALF + d % HALF) : make_uint2(0, 0);
+}
+
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// Add the parts of every row of (request, head) in their order; all warps, each its own (row, query head).
+// Add the parts of a task's 16 queries in their order; each warp its own queries.
 DEVICE void combine(const Task &task, const u16 *qkv, u16 *out, const float *parts, const float *stats, int warp,
                     int lane) {
-    for (int i = warp; i < task.count * GROUP; i += WARPS) {
-        const int row = task.start + i / GROUP, head = task.head * GROUP + i % GROUP;
-        const int position = task.first + i / GROUP;
-        const int low = WINDOW > 0 ? max(position - WINDOW + 1, 0) / SPLIT : 0;
+    for (int i = warp; i < 16; i += WARPS) {
+        const int c = task.tile * 16 + i;
+        if (c >= task.count * GROUP) break;
+        const int row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+        const int position = task.first + c / GROUP;
+        const int begin = WINDOW > 0 ? max(position - WINDOW + 1, 0) / SPLIT : 0;
         int last = CAUSAL ? position : task.last;
         if (!CAUSAL && WINDOW > 0) last = min(last, position + WINDOW - 1);
         const int end = last / SPLIT + 1;
         const size_t base = (size_t)(row * H + head) * MAX_SPLITS;
-        float peak = -INF;
-        for (int s = low + lane; s < end; s += 32)
-            peak = fmaxf(peak, __int_as_float(load_fresh32((const int *)stats + (base + s % MAX_SPLITS) * 2)));
-        for (int lanes = 16; lanes; lanes >>= 1) peak = fmaxf(peak, exchange(peak, lanes));
-        float total = 0.0f;
+        float gate = 0.0f;
+        if (GATE) gate = from_bf16(load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head));
+        float peak = -INF, total = 0.0f;
         float4 acc = make_float4(0, 0, 0, 0);
-        for (int s = low; s < end; s += 4) {
-            float4 part[4];
-            float own_peak[4], own_total[4];
+        for (int s = begin; s < end; s += TAKE) {
+            float4 part[TAKE];
+            float own_peak[TAKE], own_total[TAKE];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < TAKE; j++) {
                 const size_t at = base + (s + j) % MAX_SPLITS;
                 const bool here = s + j < end;
-                part[j] = here ? load_fresh_floats(parts + at * P + lane * 4) : make_float4(0, 0, 0, 0);
                 own_peak[j] = here ? __int_as_float(load_fresh32((const int *)stats + at * 2)) : -INF;
                 own_total[j] = here ? __int_as_float(load_fresh32((const int *)stats + at * 2 + 1)) : 0.0f;
+                part[j] = here ? load_fresh_floats(parts + at * P + lane * 4) : make_float4(0, 0, 0, 0);
             }
+            float highest = peak;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < TAKE; j++) highest = fmaxf(highest, own_peak[j]);
+            const float fade = exp2f(peak - highest);
+            total *= fade, acc.x *= fade, acc.y *= fade, acc.z *= fade, acc.w *= fade;
+            peak = highest;
+#pragma unroll
+            for (int j = 0; j < TAKE; j++) {
                 if (s + j >= end) continue;
                 const float by = exp2f(own_peak[j] - peak);
                 total += own_total[j] * by;
@@ -105,19 +123,27 @@ DEVICE void combine(const Task &task, const u16 *qkv, u16 *out, const float *par
         float y[4] = {rounded(acc.x / total), rounded(acc.y / total), rounded(acc.z / total),
                       rounded(acc.w / total)};
         if (GATE) {
-            const float gate =
-                rounded(softplus(from_bf16(load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head))));
+            gate = rounded(softplus(gate));
             for (int j = 0; j < 4; j++) y[j] *= gate;
         }
         *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
 
+// Fetch part of the output projection into L2 while the memory idles: of each row's WARPS parts (a warp's there)
+// the lines that its first loads leave over.
+DEVICE void prefetch_ahead(const u16 *weight, int rows, int bytes) {
+    if (bytes == 0) return;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * WARPS; i += gridDim.x * blockDim.x)
+        for (int at = 0; at < bytes; at += 128)
+            prefetch_line(weight + (size_t)i * (H * P / WARPS) + (512 + at) / 2);
+}
+
 KERNEL(WARPS * 32, 1)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
-          const int *row_count, const int *num_requests_at, float *parts, float *stats, int *arrived, float eps,
-          float scale, int table_stride) {
+          const int *row_count, const int *num_requests_at, float *parts, float *stats, int *arrived,
+          const u16 *ahead, int ahead_rows, int ahead_bytes, float eps, float scale, int table_stride) {
     EXTERN_SHARED(u16, keys);
     u16 *values = keys + SPLIT * STRIDE;
     u16 *queries = values + SPLIT * STRIDE;
@@ -129,6 +155,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
 
     // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
+    const uint2 q_by = *(const uint2 *)(q_norm + lane * 4), k_by = *(const uint2 *)(k_norm + lane * 4);
     Task task;
     bool waited = false;
     for (int index = blockIdx.x; find_task(task, index, row_start, row_count, positions, num_requests);
@@ -143,43 +170,63 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             copy_async(values + k * STRIDE + d, v_cache + at, old);
         }
         if (!waited) {
+            // The rotary rows of the queries, on their way before they are needed.
+            const int position = task.first + (task.tile * 16 + warp) / GROUP;
+            if (lane < 4 && lane * 64 < HALF) {
+                prefetch_line(cos_table + (size_t)position * HALF + lane * 64);
+                prefetch_line(sin_table + (size_t)position * HALF + lane * 64);
+            }
+            prefetch_ahead(ahead, ahead_rows, ahead_bytes);
             let_next_start();
             wait_for_inputs();
             waited = true;
         }
         wait_for_copies();
         __syncthreads();
-        // Rows of this step whose own keys fall into this split.
+        // The task's queries, and the rows of this step whose own keys fall into this split. All programs of a
+        // (request, KV head) that share the split compute those; the first query tile's writes them.
+        const int num_queries = task.count * GROUP, tile = task.tile * 16;
         const int begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
-        for (int position = begin + warp; position <= end; position += WARPS) {
-            const int row = task.start + position - task.first;
-            const u16 *k_row = qkv + (size_t)row * WIDTH + (H + task.head) * P, *v_row = k_row + J * P;
-            const uint2 k = turned(k_row, k_norm, cos_table + (size_t)position * HALF,
-                                   sin_table + (size_t)position * HALF, eps, lane);
-            const uint2 v = make_uint2((u32)load_fresh16(v_row + lane * 4) |
-                                           ((u32)load_fresh16(v_row + lane * 4 + 1) << 16),
-                                       (u32)load_fresh16(v_row + lane * 4 + 2) |
-                                           ((u32)load_fresh16(v_row + lane * 4 + 3) << 16));
-            const int block = load_fresh32(own_table + position / KV_BLOCK);
-            const size_t at =
-                (((size_t)block * KV_BLOCK + position % KV_BLOCK) * J + task.head) * P + lane * 4;
-            *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = k;
-            *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v;
-            *(uint2 *)(k_cache + at) = k;
-            *(uint2 *)(v_cache + at) = v;
-        }
-        const int num_queries = task.count * GROUP;
-        for (int tile = 0; tile < num_queries; tile += 16) {
-            __syncthreads();
-            for (int i = warp; i < 16; i += WARPS) {
-                const int c = tile + i, row = task.start + c / GROUP, position = task.first + c / GROUP;
-                uint2 q = make_uint2(0, 0);
-                if (c < num_queries)
-                    q = turned(qkv + (size_t)row * WIDTH + (task.head * GROUP + c % GROUP) * P, q_norm,
-                               cos_table + (size_t)position * HALF, sin_table + (size_t)position * HALF, eps, lane);
-                *(uint2 *)(queries + i * STRIDE + lane * 4) = q;
+        for (int offset = 0; offset < 16 || begin + offset - 16 <= end; offset += 3 * WARPS) {
+            // Three heads a warp, two queries and a key the first time: loads first, then the arithmetic.
+            uint2 raw[3], v[3], cosines[3], sines[3];
+#pragma unroll
+            for (int j = 0; j < 3; j++) {
+                const int i = offset + j * WARPS + warp, c = tile + i;
+                const bool is_query = i < 16;
+                const int position = is_query ? task.first + c / GROUP : begin + i - 16;
+                raw[j] = v[j] = cosines[j] = sines[j] = make_uint2(0, 0);
+                if (is_query ? c >= num_queries : position > end) continue;
+                const u16 *row = qkv + (size_t)(task.start + position - task.first) * WIDTH;
+                const int head = is_query ? task.head * GROUP + c % GROUP : H + task.head;
+                raw[j] = load_fresh4(row + head * P + lane * 4);
+                if (!is_query) v[j] = load_fresh4(row + (head + J) * P + lane * 4);
+                cosines[j] = angles(cos_table, position, lane);
+                sines[j] = angles(sin_table, position, lane);
             }
-            __syncthreads();
+#pragma unroll
+            for (int j = 0; j < 3; j++) {
+                const int i = offset + j * WARPS + warp;
+                const bool is_query = i < 16;
+                const int position = begin + i - 16;
+                const uint2 x = turned(raw[j], is_query ? q_by : k_by, cosines[j], sines[j], eps, lane);
+                if (is_query)
+                    *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
+                else if (position <= end) {
+                    *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
+                    *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[j];
+                    if (task.tile == 0) {
+                        const int block = load_fresh32(own_table + position / KV_BLOCK);
+                        const size_t at =
+                            (((size_t)block * KV_BLOCK + position % KV_BLOCK) * J + task.head) * P + lane * 4;
+                        *(uint2 *)(k_cache + at) = x;
+                        *(uint2 *)(v_cache + at) = v[j];
+                    }
+                }
+            }
+        }
+        __syncthreads();
+        {
             // Scores of 16 queries and this warp's keys.
             float scores[KEYS / 8][4] = {};
 #pragma unroll
@@ -265,7 +312,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         __threadfence();
         __syncthreads();
         if (thread == 0) {
-            int *counter = arrived + task.request * J + task.head;
+            int *counter = arrived + (task.request * J + task.head) * MAX_TILES + task.tile;
             *is_last = atomicAdd(counter, 1) == task.num_splits - 1;
             if (*is_last) *counter = 0;
         }
@@ -277,6 +324,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         __syncthreads();
     }
     if (!waited) {
+        prefetch_ahead(ahead, ahead_rows, ahead_bytes);
         let_next_start();
         wait_for_inputs();
     }

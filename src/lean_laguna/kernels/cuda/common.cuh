@@ -23,11 +23,18 @@ DEVICE uint4 load_weight(const u16 *p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+// Ask for a line of 128 bytes into L2: a hint, results never depend on it.
+DEVICE void prefetch_line(const u16 *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // What other kernels of the step wrote: through L2 only, since L1 may hold what was there before.
 DEVICE uint4 load_fresh(const void *p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+DEVICE u32 load_fresh_pair(const u16 *p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 DEVICE u16 load_fresh16(const u16 *p) {

@@ -18,6 +18,7 @@ Argument = Tensor | int | float | None
 
 _EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
 
 class _Attribute(ctypes.Structure):
@@ -73,6 +74,8 @@ def _function(source: Source, device_index: int, shared_bytes: int) -> ctypes.c_
         _cuda().cuFuncSetAttribute(function, _MAX_SHARED, shared_bytes),
         f"{source.name}: {shared_bytes} bytes",
     )
+    # One split of L1 for all: a multiprocessor must run empty before it can change it, and kernels overlap.
+    _check(_cuda().cuFuncSetAttribute(function, _CARVEOUT, 100), source.name)
     return function
 
 

@@ -12,7 +12,7 @@
 
 KERNEL(WARPS * 32, 2)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
-           u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
+           u16 *shared_act, int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, tokens);
     float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
@@ -30,10 +30,10 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         if (unit < shared_units)
             ring[j] = load_weight(shared_weight + shared_row + (size_t)unit * 4 * K + (j % LOADS) * 32);
     }
-    wait_for_inputs();
-    // Now, not before: the next kernel routes too, from what this kernel waited for.
-    let_next_start();
     const int live = load_fresh32(num_rows);
+    wait_for_inputs();
+    // Not before: the next kernel reads the tables, which block 0 still has to write, before it waits.
+    if (blockIdx.x > 0) let_next_start();
     const int pieces = min(live, COLS) * (K / 8);
     for (int i = thread; i < pieces; i += WARPS * 32)
         copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
@@ -52,8 +52,14 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         const int unit = blockIdx.x + (j / LOADS) * step;
         if (unit >= shared_units && unit < count) ring[j] = load_weight(start_of(unit) + (j % LOADS) * 32);
     }
-    if (blockIdx.x == 0)
+    if (blockIdx.x == 0) {
         for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
+        for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
+            ((uint4 *)tables)[i] = ((const uint4 *)&routing)[i];
+        __threadfence();
+        __syncthreads();
+        let_next_start();
+    }
     wait_for_copies();
     __syncthreads();
 

@@ -32,18 +32,20 @@ class CudaLayers:
             layers: Of the target and the drafter.
             device: Where the weights are.
         """
-        heads, splits, kv_heads = 1, 1, 1
+        heads, splits = 1, 1
         for layer in layers:
             shape = layer.attention.shape
-            heads, kv_heads = max(heads, shape.num_heads), max(kv_heads, shape.num_kv_heads)
+            heads = max(heads, shape.num_heads)
             splits = max(splits, cuda_attention.num_splits(shape, layer.rotary[0].shape[0]))
         parts = MAX_ROWS * heads * splits
         self._workspace = (
             torch.zeros(parts * cuda_attention.HEAD_DIM, device=device),
             torch.zeros(parts * 2, device=device),
         )
-        self._arrived = torch.zeros(MAX_ROWS * kv_heads, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(MAX_ROWS * heads, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
+        self.fetches_ahead = True
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
@@ -79,7 +81,7 @@ class CudaLayers:
             scores = rows_of(scratch.scores, mlp.bias.shape[0])
             act = rows_of(scratch.act, mlp.shared_down.shape[1])
             products.run_experts(
-                mlp, hidden, scores, scratch.normed, act, scratch.routing, n, eps, launch, tap
+                mlp, hidden, scores, scratch.normed, act, scratch.routing, self._tables, n, eps, launch, tap
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)
@@ -119,6 +121,9 @@ class CudaLayers:
                 shape,
                 launch,
                 eps=eps,
+                ahead=attention.out
+                if self.fetches_ahead and products.fits_project_add(attention.out)
+                else None,
             )
         else:
             attend(

@@ -16,11 +16,14 @@ from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
 WARPS = 8
-ADD_WARPS = 16
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 64 registers."""
+PROGRAMS = 1
+"""Of a streaming kernel on each multiprocessor; the registers hold two, this kernel's and the next one's."""
 MAX_EXPERTS = 256
+TABLE_BYTES = 1 << 15
+"""Enough for the routing tables of 16 rows."""
 
 
 def _ring(num_loads: int) -> int:
@@ -75,15 +78,15 @@ def project(
         NORMED=normed is not None,
         PROGRAMS=2,
     )
-    shared = launch.cols * (k + 8) * 2 + 2 * WARPS * launch.cols * 8 * 4
-    grid = min(units, 2 * multiprocessors(x.device))
+    shared = launch.cols * (k + 8) * 2 + k * 2 + 2 * WARPS * launch.cols * 8 * 4
+    grid = min(units, PROGRAMS * multiprocessors(x.device))
     arguments = (x, norm, weight, out, normed, num_rows, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
 def fits_project_add(weight: Tensor) -> bool:
     """Say whether ``project_add`` takes a weight [N, K]."""
-    return weight.shape[1] % (32 * ADD_WARPS) == 0 and weight.shape[0] % 16 == 0
+    return weight.shape[1] % THREADS == 0 and weight.shape[0] % 16 == 0
 
 
 def project_add(
@@ -100,19 +103,19 @@ def project_add(
         tap: [MAX_ROWS, N], any row stride: a second copy of the result, or None.
     """
     n, k = weight.shape
-    blocks = k // (32 * ADD_WARPS)
+    blocks = k // THREADS
     source = Source.of(
         "project_add",
         K=k,
         N=n,
-        WARPS=ADD_WARPS,
+        WARPS=WARPS,
         RING=min(8, blocks),
         AHEAD=min(4 if launch.cols <= 8 else 2, blocks),
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     arguments = (x, weight, hidden, tap, num_rows, *strides)
-    launch_kernel(source, n // 16, 32 * ADD_WARPS, ADD_WARPS * launch.cols * 16 * 4, arguments, launch)
+    launch_kernel(source, n // 16, THREADS, WARPS * launch.cols * 16 * 4, arguments, launch)
 
 
 def fits_experts(mlp: SparseWeights) -> bool:
@@ -124,10 +127,8 @@ def fits_experts(mlp: SparseWeights) -> bool:
         and experts <= MAX_EXPERTS
         and n % THREADS == 0
         and n <= 4096
-        and f % THREADS == 0
-        and f <= 4096
-        and fs % THREADS == 0
-        and fs <= 1024
+        and f in (THREADS, 2 * THREADS, 4 * THREADS)
+        and fs in (THREADS, 2 * THREADS, 4 * THREADS)
         and fits_project(mlp.router_gate_up)
     )
 
@@ -135,7 +136,7 @@ def fits_experts(mlp: SparseWeights) -> bool:
 def _routing_bytes(num_experts: int, top_k: int, cols: int) -> int:
     """Return an upper bound of ``struct Routing``'s size."""
     slots = min(num_experts, cols * top_k)
-    return 64 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 + 64
+    return 96 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 + 64
 
 
 def run_experts(
@@ -145,6 +146,7 @@ def run_experts(
     normed: Tensor,
     shared_act: Tensor,
     routing: Routing,
+    tables: Tensor,
     num_rows: Tensor,
     eps: float,
     launch: Launch,
@@ -159,6 +161,7 @@ def run_experts(
         normed: [MAX_ROWS, D], written.
         shared_act: [MAX_ROWS, FS], written.
         routing: Its ``expert_ids`` are written; ``act`` serves as [MAX_ROWS, A, F] here.
+        tables: [TABLE_BYTES] uint8, written: routing as the second kernel takes it.
         num_rows: [1] int32, live rows.
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
@@ -178,31 +181,24 @@ def run_experts(
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
     }
-    tables = _routing_bytes(experts, mlp.top_k, cols)
-    programs = 2 * multiprocessors(hidden.device)
+    table_bytes = _routing_bytes(experts, mlp.top_k, cols)
     up = Source.of("experts_up", K=d, RING=_ring(d // THREADS), **constants)
     up_arguments = (normed, scores, mlp.bias, mlp.gate_up, shared_rows, routing.act, shared_act)
     launch_kernel(
         up,
-        programs,
+        PROGRAMS * multiprocessors(hidden.device),
         THREADS,
-        cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + tables,
-        (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
+        cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
+        (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )
-    down = Source.of("experts_down", N=d, RING=_ring(f // THREADS), **constants)
-    down_arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)
+    down = Source.of("experts_down", N=d, RING=_ring(2 * f // THREADS), **constants)
+    down_arguments = (routing.act, shared_act, tables, mlp.down, mlp.shared_down, hidden, tap)
     launch_kernel(
         down,
-        min(d // 8, programs),
+        d // 16,
         THREADS,
-        cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2 + WARPS * cols * 16 * 4 + tables,
-        (
-            *down_arguments,
-            num_rows,
-            float(mlp.softcap),
-            float(mlp.scaling),
-            0 if tap is None else tap.stride(0),
-        ),
+        cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2 + WARPS * cols * 32 * 4 + table_bytes,
+        (*down_arguments, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0)),
         launch,
     )

@@ -21,7 +21,8 @@ KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows, float eps,
         int x_stride, int out_stride) {
     EXTERN_SHARED(u16, tokens);
-    float *sums = (float *)(tokens + COLS * STRIDE);
+    u16 *scale = tokens + COLS * STRIDE;
+    float *sums = (float *)(scale + K);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
     const u16 *own = weight + warp * PART + 8 * t;
@@ -33,21 +34,23 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
         ring[j] = unit < count ? load_weight(own + row_at(unit, g) + (j % LOADS) * 32) : zero;
     }
+    for (int k = thread * 8; k < K; k += WARPS * 256) copy_async(scale + k, norm + k, true);
+    // How many rows there are changes only at the end of a step.
+    const int live = load_fresh32(num_rows);
     let_next_start();
     wait_for_inputs();
-    const int live = load_fresh32(num_rows);
     for (int row = warp; row < live; row += WARPS)
         for (int k = lane * 8; k < K; k += 256)
             copy_async(tokens + row * STRIDE + k, x + (size_t)row * x_stride + k, true);
     wait_for_copies();
-    // A lane reads back what it copied itself.
+    __syncthreads();
     for (int row = warp; row < live; row += WARPS) {
         u16 *own_row = tokens + row * STRIDE;
         float squares = 0.0f;
         for (int k = lane * 8; k < K; k += 256) squares += squares_of(*(const uint4 *)(own_row + k));
         const float inverse = rsqrtf(sum_over_warp(squares) / K + eps);
         for (int k = lane * 8; k < K; k += 256) {
-            const uint4 y = scaled(*(const uint4 *)(own_row + k), inverse, *(const uint4 *)(norm + k));
+            const uint4 y = scaled(*(const uint4 *)(own_row + k), inverse, *(const uint4 *)(scale + k));
             *(uint4 *)(own_row + k) = y;
             if (NORMED && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
         }

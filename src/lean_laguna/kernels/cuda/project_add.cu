@@ -7,7 +7,7 @@
 #define PART (K / WARPS)
 #define BLOCKS (PART / 32)
 
-KERNEL(WARPS * 32, 1)
+KERNEL(WARPS * 32, 2)
 project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *num_rows, int x_stride,
             int hidden_stride, int tap_stride) {
     EXTERN_SHARED(float, sums);
@@ -21,9 +21,9 @@ project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *n
         ring[j][0] = load_weight(first + j * 32);
         ring[j][1] = load_weight(second + j * 32);
     }
+    const int live = load_fresh32(num_rows);
     let_next_start();
     wait_for_inputs();
-    const int live = load_fresh32(num_rows);
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Top-k routing from router logits, by every program that needs it: less than a round trip through memory.
+// Top-k routing from router logits, by every program of experts_up: less than a round trip through memory.
 //
 // -D: E experts (at most 256, a multiple of 32); A experts a token; COLS tokens; SOFTCAP, NORM_TOPK.
 // Sigmoid, bias for the choice only, weights divided by their sum and rounded; ties go to the lower id.
@@ -8,7 +8,7 @@
 #define SLOTS (COLS * A < E ? COLS * A : E)
 #define NOT_CHOSEN 255
 
-struct Routing {
+struct alignas(16) Routing {
     u32 live[8];                 // one bit an expert
     u8 before[8];                // live experts below each word of `live`
     int num_slots;
@@ -45,28 +45,29 @@ DEVICE void route(Routing &r, const u16 *scores, const float *bias, int live, fl
             sigmoid[i] = 1.0f / (1.0f + expf(-logit));
             keys[i] = ordered(sigmoid[i] + bias[i * 32 + lane]);
         }
+        // Each lane's best, the lowest id among equals; only the lane that wins looks again.
+        int best = keys[0], best_at = 0;
+        float best_value = sigmoid[0];
+#pragma unroll
+        for (int i = 1; i < E / 32; i++)
+            if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
         float own[A], total = 0.0f;
 #pragma unroll
         for (int a = 0; a < A; a++) {
-            int best = keys[0];
-#pragma unroll
-            for (int i = 1; i < E / 32; i++) best = max(best, keys[i]);
-            best = max_over_warp(best);
-            int id = E;
-#pragma unroll
-            for (int i = E / 32 - 1; i >= 0; i--)
-                if (keys[i] == best) id = i * 32 + lane;
-            id = min_over_warp(id);
-            float value = 0.0f;
-#pragma unroll
-            for (int i = 0; i < E / 32; i++)
-                if (i * 32 + lane == id) {
-                    value = sigmoid[i];
-                    keys[i] = lowest;
-                }
-            own[a] = from_lane(value, id & 31);
+            const int highest = max_over_warp(best);
+            const int id = min_over_warp(best == highest ? best_at * 32 + lane : E);
+            own[a] = from_lane(best_value, id & 31);
             total += own[a];
             if (lane == 0) r.chosen[token][a] = (u8)id;
+            if ((id & 31) == lane) {
+#pragma unroll
+                for (int i = 0; i < E / 32; i++)
+                    if (i == best_at) keys[i] = lowest;
+                best = keys[0], best_at = 0, best_value = sigmoid[0];
+#pragma unroll
+                for (int i = 1; i < E / 32; i++)
+                    if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
+            }
         }
         if (lane == 0)
 #pragma unroll

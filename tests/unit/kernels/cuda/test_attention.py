@@ -28,7 +28,7 @@ def scene_of(shape, contexts, counts, draw, poisoned, device):
 
 
 def run(scene, poisoned):
-    arrived = torch.zeros(16 * 2, dtype=torch.int32, device=scene.qkv.device)
+    arrived = torch.zeros(16 * scene.shape.num_heads, dtype=torch.int32, device=scene.qkv.device)
     workspace = (poisoned(scene.parts * 128, of=torch.float32), poisoned(scene.parts * 2, of=torch.float32))
     attend(
         scene.qkv,

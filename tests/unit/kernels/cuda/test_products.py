@@ -90,7 +90,9 @@ class Mixture:
         scores, normed = poisoned(MAX_ROWS, self.experts), poisoned(MAX_ROWS, hidden.shape[1])
         shared_act = poisoned(MAX_ROWS, self.width)
         n = torch.tensor([live], dtype=torch.int32, device=self.device)
-        products.run_experts(self.mlp, hidden, scores, normed, shared_act, routing, n, EPS, Launch(cols), tap)
+        tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=self.device)
+        buffers = (scores, normed, shared_act, routing, tables)
+        products.run_experts(self.mlp, hidden, *buffers, n, EPS, Launch(cols), tap)
         return routing.expert_ids
 
     def expected(self, hidden):
