@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = drafter_of(args.drafter) if args.drafter else None
     rows = args.rows or list(USUAL_ROWS)
     if drafter is not None and args.rows is None:
-        rows = [count for count in rows if count <= drafter.config.draft_block_size]
+        rows = [count for count in rows if count <= 1 + drafter.config.max_draft_tokens]
     question = Question(
         given_bandwidth(args),
         args.context,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lean_laguna.core.drafter_config import DFlashConfig
-from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.plan.inventory import FLOATS, Inventory
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 UNBOUNDED = 1 << 62
-MANY_SEQS = 1 << 30
+MANY_SEQS = 1 << 20
 GROUP_LABELS = {
     "full": "full layers",
     "sliding": "sliding layers",
@@ -109,22 +108,23 @@ class EngineMemory:
             is_budget_given=budget_bytes is not None,
         )
 
-    def longest_context(self, num_seqs: int, budget_bytes: int) -> int:
-        """Return the longest context of so many streams within a budget; 0 if not one token fits."""
+    def longest_context(self, num_seqs: int, room_bytes: int) -> int:
+        """Return the longest context of so many streams in the room beside weights; 0 if none fits."""
         return bisect.bisect_right(
             range(1, self.max_model_len + 1),
-            budget_bytes,
-            key=lambda length: self.kv(length, num_seqs).total_bytes,
+            room_bytes,
+            key=lambda length: self.beside_weights(length, num_seqs),
         )
 
-    def most_streams(self, context: int, budget_bytes: int) -> int:
-        """Return how many streams of a context fit into a budget; 0 if not one."""
-        if budget_bytes < 1:
-            return 0
-        try:
-            return self.kv(context, MANY_SEQS, budget_bytes).num_full_length_seqs
-        except ConfigError:
-            return 0
+    def most_streams(self, context: int, room_bytes: int) -> int:
+        """Return how many streams of a context fit into the room beside weights; 0 if not one."""
+        return bisect.bisect_right(
+            range(1, MANY_SEQS), room_bytes, key=lambda number: self.beside_weights(context, number)
+        )
+
+    def beside_weights(self, context: int, num_seqs: int) -> int:
+        """Return the bytes of keys and values and the workspace."""
+        return self.kv(context, num_seqs).total_bytes + sum(self.workspace(context, num_seqs).values())
 
     def workspace(self, context: int, num_seqs: int) -> dict[str, int]:
         """Return a bound on what else is held, by what it is for."""

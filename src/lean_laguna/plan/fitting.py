@@ -91,7 +91,7 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
     weights = loaded_bytes(target.inventory, limits)
     drafter_bytes = loaded_bytes(drafter.inventory, limits) if drafter else 0
     used = weights + drafter_bytes + sum(workspace.values()) + budget.total_bytes
-    for_kv = room.total_bytes - (used - budget.total_bytes)
+    beside = room.total_bytes - weights - drafter_bytes
     return {
         "weights_bytes": weights,
         "drafter_bytes": drafter_bytes,
@@ -103,8 +103,8 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
         "used_bytes": used,
         "left_bytes": room.total_bytes - used,
         "fits": used <= room.total_bytes,
-        "longest_context": memory.longest_context(wish.num_streams, for_kv),
-        "most_streams": memory.most_streams(wish.context, for_kv),
+        "longest_context": memory.longest_context(wish.num_streams, beside),
+        "most_streams": memory.most_streams(wish.context, beside),
         "flags": [
             f"--max-model-len {wish.context}",
             f"--max-num-seqs {wish.num_streams}",

@@ -193,16 +193,20 @@ def from_modules(
         scales: Number format of scales where the scheme leaves it open.
     """
     entries = []
+    known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # a model has few shapes, and many modules
     for module in modules:
         scheme, num_weights = scheme_of(module), module.num_weights
-        stored = read = num_weights * DTYPE_BITS[plain] // 8
+        name, stored = plain, (num_weights * DTYPE_BITS[plain] // 8,) * 2
         if scheme is not None:
-            stored, read = (
-                of(module.shape[0], module.shape[1], scales)
-                for of in (scheme.stored_bytes, scheme.read_bytes)
-            )
-        name = scheme.name if scheme is not None else plain
-        entries.append(_Entry(module.module_class, name, num_weights, stored, read))
+            key = (id(scheme), module.shape)
+            if key not in known:
+                rows, columns = module.shape
+                known[key] = (
+                    scheme.stored_bytes(rows, columns, scales),
+                    scheme.read_bytes(rows, columns, scales),
+                )
+            name, stored = scheme.name, known[key]
+        entries.append(_Entry(module.module_class, name, num_weights, *stored))
     return Inventory(_grouped(entries))
 
 

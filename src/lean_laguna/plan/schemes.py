@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from lean_laguna.core.errors import ConfigError, nearest
@@ -41,6 +42,7 @@ TITLES = {
 }
 
 
+@functools.lru_cache(maxsize=16)
 def stored_as(config: LagunaConfig, name: str) -> Inventory:
     """Describe the weights of a target stored in a named way.
 

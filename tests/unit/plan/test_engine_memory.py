@@ -130,17 +130,17 @@ def test_200_random_configurations_are_allocated_as_planned_to_the_byte():
 def test_the_longest_context_and_the_most_streams_are_what_the_engine_can_serve(seed):
     config, drafter, limits, context, num_seqs = random_case(seed)
     memory = EngineMemory(config, drafter, limits)
-    budget = memory.kv(context, num_seqs).total_bytes + random.Random(seed).randint(0, 3000)
+    room = memory.beside_weights(context, num_seqs) + random.Random(seed).randint(0, 3000)
 
     def serves(length, streams):
+        budget = room - sum(memory.workspace(length, streams).values())
         try:
-            return (
-                allocate(config, drafter, limits, length, streams, budget)[1].num_full_length_seqs >= streams
-            )
+            found = allocate(config, drafter, limits, length, streams, budget)[1]
         except ConfigError:
             return False
+        return found.num_full_length_seqs >= streams
 
-    longest, most = memory.longest_context(num_seqs, budget), memory.most_streams(context, budget)
+    longest, most = memory.longest_context(num_seqs, room), memory.most_streams(context, room)
     assert longest >= context
     assert most >= num_seqs
     assert serves(longest, num_seqs)
