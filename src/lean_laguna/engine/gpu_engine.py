@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lean_laguna.engine.gpu_cache import PagedPools
@@ -38,6 +39,20 @@ from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.models.kv_cache import KVGroup
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.spec.proposer import DFlashProposer
+
+
+def can_compile_cuda(weight: Tensor) -> bool:
+    """Say whether the CUDA C++ kernels can be built here for weights of this kind."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    from lean_laguna.kernels.cuda.compiler import CompilationError, nvrtc
+
+    try:
+        nvrtc()
+    except CompilationError:
+        return False
+    return True
+
 
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
 
@@ -66,7 +81,14 @@ class GpuEngine(LLMEngine):
         thresholds = None if self._synthetic is None else self._synthetic.thresholds(MAX_ROWS)
         drafter = proposer.drafter if proposer is not None else None
         self._limits = limits
-        self._programs = StepPrograms(target, drafter, pools, self.max_model_len, thresholds)
+        self._programs = StepPrograms(
+            target,
+            drafter,
+            pools,
+            self.max_model_len,
+            thresholds,
+            use_cuda=self.config.kernels == "auto" and can_compile_cuda(weight),
+        )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
         self._host_steps = HostSteps(self._programs, self._lanes, self._noise)

@@ -19,12 +19,13 @@ from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
 from lean_laguna.engine.gpu_weights import drafter_weights, target_weights
+from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.rows import Rows
-from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
+from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
 from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
@@ -84,6 +85,8 @@ class StepPrograms:
         pools: PagedPools,
         max_model_len: int,
         thresholds: Sequence[int] | None = None,
+        *,
+        use_cuda: bool = False,
     ):
         """Lay the weights out and set the buffers aside.
 
@@ -93,6 +96,7 @@ class StepPrograms:
             pools: Keys and values of the groups of both.
             max_model_len: Longest prompt plus output, tokens.
             thresholds: [MAX_ROWS] of synthetic acceptance, or None.
+            use_cuda: Run the layers' parts that fit them on the CUDA C++ kernels.
         """
         self.pools = pools
         self.target = target_weights(target, max_model_len + MAX_ROWS)
@@ -111,6 +115,8 @@ class StepPrograms:
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
         layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
         self.scratch = Scratch.allocate(layers, self.target.head, self._tiles)
+        self._cuda_layers = CudaLayers(layers, self.device) if use_cuda else None
+        self._run_layer: LayerRunner = self._cuda_layers or run_layer
         self.tap_layers = drafter.config.target_layer_ids if drafter is not None else ()
         self._taps = self._empty(MAX_ROWS, len(self.tap_layers), self.target.norm.shape[0])
         self._thresholds = (
@@ -160,8 +166,11 @@ class StepPrograms:
             return
         names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
-        compile_ahead([partial(self._make[name], cols) for name, cols in keys])
+        bodies = [partial(self._make[name], cols) for name, cols in keys]
+        compile_ahead(bodies)
         self.state.words.zero_()
+        if self._cuda_layers is not None:
+            self._cuda_layers.compile_ahead(bodies)
         for name, cols in keys:
             if name != "rows" or cols == MAX_ROWS:  # captured when first used
                 for _ in range(2):
@@ -174,7 +183,9 @@ class StepPrograms:
         return torch.zeros(MAX_ROWS, self.target.head.shape[0], device=self.device)
 
     def _launch(self, cols: int) -> Launch:
-        return Launch(cols) if self._is_gpu else Launch(cols, programs=1, attention_programs=1)
+        if not self._is_gpu:
+            return Launch(cols, programs=1, attention_programs=1)
+        return Launch(cols, pdl=self._cuda_layers is not None)
 
     def _empty(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.target.head.dtype, device=self.device)
@@ -224,6 +235,7 @@ class StepPrograms:
             logits=self.logits if logits else None,
             launch=self._launch(cols),
             tiles=self._tiles,
+            layer=self._run_layer,
         )
 
     def _draft_step(self, cols: int) -> DraftStep:
@@ -241,6 +253,7 @@ class StepPrograms:
             token_map=self._token_map,
             launch=self._launch(cols),
             tiles=self._tiles,
+            layer=self._run_layer,
         )
 
     def _accept(self, cols: int) -> None:

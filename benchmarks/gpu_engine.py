@@ -1,0 +1,373 @@
+"""The GPU engine in one call: exactness on real weights, speed on a published shape, memory, start, soak.
+
+    PYTHONPATH=src python benchmarks/gpu_engine.py --out FOLDER [--parts nano,xs,...] [--budget SECONDS]
+
+Writes gpu_engine.json after every part and prints a short table last. Runs on random weights are marked
+``synthetic``. ``--tiny`` uses small shapes and counts, to try the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm import LLM
+
+RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
+PARTS = ("nano", "speed", "long", "streams", "hashes", "soak")
+
+
+def tokens(n: int, seed: int, vocab: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, vocab - 100) for _ in range(n)]
+
+
+class Bench:
+    """What has been found, and the clock."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.begin = args, time.monotonic()
+        self.found: dict[str, Any] = {"errors": {}, "gpu": self.gpu(), "torch": torch.__version__}
+        self._xs: LLM | None = None
+        self.seed = 0
+
+    def gpu(self) -> str:
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+    def left(self) -> float:
+        return float(self.args.budget) - (time.monotonic() - self.begin)
+
+    def part(self, name: str) -> None:
+        if name not in self.args.parts.split(","):
+            return
+        if self.left() < 10:
+            self.found["errors"][name] = "skipped: out of time"
+            return
+        start = time.monotonic()
+        try:
+            self.found[name] = getattr(self, name)()
+        except Exception:
+            self.found["errors"][name] = traceback.format_exc()
+            print(f"FAILED {name}\n{traceback.format_exc()[-2500:]}", flush=True)
+        print(f"-- {name}: {time.monotonic() - start:.1f} s, {self.left():.0f} s left", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        (self.args.out / "gpu_engine.json").write_text(json.dumps(self.found, indent=1, default=str))
+
+    # --- exactness on real weights
+
+    def nano_engine(self, k: int | str | None, **options: Any) -> LLM:
+        speculative = None if k is None else {"model": "nano-dflash", "num_speculative_tokens": k}
+        options = {"max_num_seqs": 16, "kv_cache_memory_bytes": 2 << 30, **options}
+        return LLM("nano", speculative_config=speculative, kernels=self.args.kernels, **options)
+
+    def nano_requests(self, llm: LLM, temperature: float, count: int, length: int) -> list[Any]:
+        texts = Path(__file__).read_text().split("\n\n")
+        requests = []
+        for i in range(count):
+            ids = llm.tokenizer.encode(texts[i % len(texts)])[: 8 + i % 57]
+            ids = [2, *ids, *tokens(1 + i % 5, i, 4096)]
+            params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=i)
+            requests.append((ids, params))
+        return requests
+
+    def hashed(self, llm: LLM, requests: list[Any], until: float) -> tuple[list[Any], float]:
+        """Return per request its tokens and the hash of its logits; what is not done in time is None."""
+        hashes: dict[int, Any] = {}
+
+        def watch(sequence: Any, logits: torch.Tensor) -> None:
+            room = sequence.completion.num_remaining
+            rows = logits[:room].contiguous().numpy()
+            hashes.setdefault(sequence.sampling.seed, hashlib.sha256()).update(rows)
+
+        engine: Any = llm.engine
+        engine.watch_logits(watch)
+        start = time.monotonic()
+        states = [engine.add_request(ids, params) for ids, params in requests]
+        while engine.has_unfinished and time.monotonic() < until:
+            engine.step()
+        seconds = time.monotonic() - start
+        found = []
+        for state, (_, params) in zip(states, requests, strict=True):
+            said = state.sequences[0].completion.token_ids
+            found.append((tuple(said), hashes[params.seed].hexdigest()) if state.is_finished else None)
+            engine.abort(state.request_id)
+        return found, seconds
+
+    def nano(self) -> dict[str, Any]:
+        """Tokens and logits with a drafter and without, at both temperatures, 16 streams at once."""
+        tiny = self.args.tiny
+        count, length = (3, 6) if tiny else (self.args.nano_requests, 256)
+        result: dict[str, Any] = {}
+        end = time.monotonic() + 0.6 * self.left()
+        for temperature in (0.0, 0.8):
+            found = {}
+            for k in (None, 7, "auto"):
+                llm = self.nano_engine(k)
+                requests = self.nano_requests(llm, temperature, count, length)
+                share = (end - time.monotonic()) / (1 if temperature else 2)
+                until = time.monotonic() + (1e9 if tiny else share / 2)
+                found[k], seconds = self.hashed(llm, requests, until)
+                num = sum(len(one[0]) for one in found[k] if one)
+                stats = llm.stats().speculation
+                result[f"T={temperature} k={k}"] = {
+                    "tokens": num,
+                    "seconds": round(seconds, 2),
+                    "tok_per_s": round(num / seconds),
+                    "tokens_per_step": stats.mean_acceptance_length,
+                    "draft_length": llm.stats().draft_length_reason,
+                }
+                del llm
+            for k in (7, "auto"):
+                pairs = [(a, b) for a, b in zip(found[None], found[k], strict=True) if a and b]
+                result[f"T={temperature} compared k={k}"] = {
+                    "requests": len(pairs),
+                    "tokens": sum(len(a[0]) for a, _ in pairs),
+                    "token_mismatches": sum(a[0] != b[0] for a, b in pairs),
+                    "logits_mismatches": sum(a[1] != b[1] for a, b in pairs),
+                }
+        return result
+
+    # --- speed on a published shape
+
+    def xs(self) -> LLM:
+        if self._xs is None:
+            start = time.monotonic()
+            shape = "nano" if self.args.tiny else self.args.shape
+            drafter = "nano-dflash" if self.args.tiny else "dummy"
+            long = 256 if self.args.tiny else 33792
+            self._xs = LLM(
+                shape,
+                load_format="dummy",
+                shape=shape,
+                kernels=self.args.kernels,
+                max_model_len=long,
+                max_num_seqs=16,
+                kv_cache_memory_bytes=None if self.args.tiny else 16 << 30,
+                enable_prefix_caching=False,
+                prefill_chunk_size=256 if self.args.tiny else self.args.chunk,
+                speculative_config={
+                    "model": drafter,
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": RATES,
+                },
+            )
+            loaded = time.monotonic() - start
+            first_s = self.once(16, 2, 0)[1]
+            self.found["start"] = {
+                "load_and_compile_s": round(loaded, 1),
+                "to_first_token_s": round(loaded + first_s, 1),
+                "synthetic": True,
+            }
+            if torch.cuda.is_available():
+                self.found["memory"] = self.memory()
+        return self._xs
+
+    def memory(self) -> dict[str, Any]:
+        assert self._xs is not None
+        engine: Any = self._xs.engine
+        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.parameters()}
+        free, total = torch.cuda.mem_get_info()
+        planned = sum(weights.values()) + engine.kv_bytes
+        gib = 2**30
+        return {
+            "weights_gib": round(sum(weights.values()) / gib, 2),
+            "kv_gib": round(engine.kv_bytes / gib, 2),
+            "beyond_allocated_gib": round((torch.cuda.max_memory_allocated() - planned) / gib, 2),
+            "beyond_used_gib": round((total - free - planned) / gib, 2),
+        }
+
+    def parameters(self) -> list[torch.Tensor]:
+        engine: Any = self._xs.engine if self._xs is not None else None
+        return [*engine.target.parameters(), *engine.proposer.drafter.parameters()]
+
+    def once(self, prompt: int, new: int, k: int | None) -> tuple[float, float]:
+        """Return decode tok/s of one request, and seconds to its first token."""
+        engine = self.xs().engine
+        (state,) = self.submit(1, prompt, new, k)
+        while engine.has_unfinished:
+            engine.step()
+        times = state.snapshot().times
+        return (new - 1) / max(1e-9, times.last_token_s - times.first_token_s), (
+            times.first_token_s - times.arrival_s
+        )
+
+    def submit(self, streams: int, prompt: int, new: int, k: int | None) -> list[Any]:
+        engine = self.xs().engine
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        self.seed += 1
+        return [
+            engine.add_request(
+                tokens(prompt, 100 * self.seed + i, engine.target.config.vocab_size),
+                params,
+                num_speculative_tokens=k,
+            )
+            for i in range(streams)
+        ]
+
+    def runs(self, prompt: int, new: int, k: int | None, repeats: int = 3) -> dict[str, Any]:
+        self.xs()
+        self.once(prompt, min(new, 24), k)
+        found = [self.once(prompt, new, k) for _ in range(repeats)]
+        return {
+            "tok_per_s": [round(rate, 1) for rate, _ in found],
+            "ttft_ms": round(1e3 * median(s for _, s in found), 1),
+            "synthetic": True,
+        }
+
+    def speed(self) -> dict[str, Any]:
+        """Batch 1, prompt 2048, 513 tokens: without drafts, and with seven at given rates."""
+        prompt, new = (20, 8) if self.args.tiny else (2048, 513)
+        self.xs()
+        result = {"no drafter": self.runs(prompt, new, 0), "k=7": self.runs(prompt, new, 7)}
+        stats = self.xs().stats().speculation
+        result["tokens_per_step"] = stats.mean_acceptance_length
+        result["auto"] = self.runs(prompt, new, None, 2)
+        result["draft_length"] = self.xs().stats().draft_length_reason
+        return result
+
+    def long(self) -> dict[str, Any]:
+        """Prompt 32768."""
+        prompt, new = (100, 4) if self.args.tiny else (32768, 129)
+        return {"no drafter": self.runs(prompt, new, 0, 2), "k=7": self.runs(prompt, new, 7, 2)}
+
+    def streams(self) -> dict[str, Any]:
+        """Streams at once, 512 tokens of prompt each, all decoding together."""
+        result: dict[str, Any] = {"synthetic": True}
+        self.xs()
+        for count in (1, 2) if self.args.tiny else (1, 2, 4, 8, 16):
+            for k in (0, 3, 7, None):
+                if self.left() < 8:
+                    break
+                new = 6 if self.args.tiny else 161
+                rate = self.together(count, 16 if self.args.tiny else 512, new, k)
+                result[f"{count} streams, k={'auto' if k is None else k}"] = round(rate, 1)
+            result[f"{count} streams, chosen"] = self.xs().stats().draft_length_reason
+        return result
+
+    def together(self, streams: int, prompt: int, new: int, k: int | None) -> float:
+        """Return tokens a second from when all streams decode to when the first ends."""
+        engine = self.xs().engine
+        states = self.submit(streams, prompt, new, k)
+
+        def said() -> list[int]:
+            return [len(state.sequences[0].completion.token_ids) for state in states]
+
+        while min(said()) < 2:
+            engine.step()
+        start, before = time.perf_counter(), sum(said())
+        while not any(state.is_finished for state in states):
+            engine.step()
+        rate = (sum(said()) - before) / max(1e-9, time.perf_counter() - start)
+        for state in states:
+            engine.abort(state.request_id)
+        return rate
+
+    def hashes(self) -> dict[str, Any]:
+        """Logits of the shape without drafts, and with the drafter's own drafts verified."""
+        from dataclasses import replace
+
+        llm = self.xs()
+        engine: Any = llm.engine
+        config = replace(engine.config, speculative=None, kv_cache_memory_bytes=4 << 30, max_model_len=4096)
+        if self.args.tiny:
+            config = replace(config, kv_cache_memory_bytes=None, max_model_len=128)
+        vocab = engine.target.config.vocab_size
+        size, length = (9, 4) if self.args.tiny else (700, 48)
+        found = []
+        for proposer in (None, engine.proposer):
+            other = type(engine)(
+                engine.target, engine.tokenizer, proposer, config, num_speculative_tokens=proposer and 7
+            )
+            requests = []
+            for i in range(3):
+                params = SamplingParams(temperature=0.8 * (i % 2), max_tokens=length, ignore_eos=True, seed=i)
+                requests.append((tokens(size + 31 * i, 7000 + i, vocab), params))
+            found.append(self.hashed(LLM.from_engine(other), requests, time.monotonic() + 60)[0])
+            del other
+        plain, drafted = found
+        return {
+            "tokens": sum(len(one[0]) for one in plain if one),
+            "mismatches": sum(a != b or a is None for a, b in zip(plain, drafted, strict=True)),
+            "hash": hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
+            "synthetic": True,
+        }
+
+    # --- soak
+
+    def soak(self) -> dict[str, Any]:
+        """Steps at T = 1 with cancellations and limits mixed in; the same bits at the end as at the start."""
+        steps = 30 if self.args.tiny else self.args.soak_steps
+        llm = self.nano_engine(7)
+        engine, draw = llm.engine, random.Random(0)
+        check = self.nano_requests(llm, 1.0, 2 if self.args.tiny else 16, 6 if self.args.tiny else 64)
+        before, _ = self.hashed(llm, check, time.monotonic() + 600)
+        allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        counts = {"steps": 0, "aborted": 0, "requests": 0}
+        running: list[Any] = []
+        end = time.monotonic() + max(5.0, self.left() - 15)
+        while counts["steps"] < steps and time.monotonic() < end:
+            if len(running) < 20 and draw.random() < 0.5:
+                ids = tokens(draw.randint(1, 300 if not self.args.tiny else 12), draw.getrandbits(30), 4096)
+                params = SamplingParams(
+                    temperature=1.0, max_tokens=draw.randint(1, 200), seed=counts["steps"]
+                )
+                running.append(engine.add_request(ids, params))
+                counts["requests"] += 1
+            if running and draw.random() < 0.02:
+                engine.abort(running.pop(draw.randrange(len(running))).request_id)
+                counts["aborted"] += 1
+            engine.step()
+            counts["steps"] += 1
+            running = [state for state in running if not state.is_finished]
+        for state in running:
+            engine.abort(state.request_id)
+        after, _ = self.hashed(llm, check, time.monotonic() + 600)
+        grown = torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0
+        held = [pool.num_in_use for pool in engine.scheduler.pools]
+        return {**counts, "same_bits": before == after, "bytes_grown": grown, "blocks_held": held}
+
+    # --- the end
+
+    def report(self) -> None:
+        for name, value in self.found.items():
+            if isinstance(value, dict):
+                print(name)
+                for key, entry in value.items():
+                    print(f"  {key}: {str(entry)[-600:]}")
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--shape", default="laguna-xs")
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--nano-requests", type=int, default=400)
+    parser.add_argument("--soak-steps", type=int, default=20_000)
+    parser.add_argument("--kernels", default="triton", help="auto: CUDA C++ where it fits")
+    parser.add_argument("--tiny", action="store_true")
+    bench = Bench(parser.parse_args())
+    for name in PARTS:
+        bench.part(name)
+    with contextlib.suppress(BrokenPipeError):
+        bench.report()
+
+
+if __name__ == "__main__":
+    main()
