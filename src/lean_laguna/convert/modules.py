@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from lean_laguna.models.quantised_reader import spellings
-
 _PATTERNS = {
     "experts": r"mlp\.experts\.\d+\.(?:gate|up|down)_proj$",
     "shared": r"mlp\.shared_experts?\.(?:gate|up|down)_proj$",
@@ -16,6 +14,7 @@ _PATTERNS = {
     "head": r"lm_head$",
 }
 CLASSES = {name: re.compile(rf"(?:^|\.){pattern}") for name, pattern in _PATTERNS.items()}
+_PREFIXES = ("language_model.", "model.")
 # Words for several classes at once. ``experts`` is what Poolside's quantised builds hold.
 GROUPS = {
     "experts": ("experts", "shared"),
@@ -45,4 +44,6 @@ def fused_set(module: str) -> str:
 
 def plain_name(module: str) -> str:
     """Return a module's name without prefixes and in one spelling, to compare checkpoints by."""
-    return spellings(module)[1].replace(".shared_experts.", ".shared_expert.")
+    for prefix in _PREFIXES:
+        module = module.removeprefix(prefix)
+    return module.replace(".shared_experts.", ".shared_expert.")

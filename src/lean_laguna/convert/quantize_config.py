@@ -75,7 +75,8 @@ def targets_of(modules: Iterable[str], all_modules: Iterable[str]) -> list[str]:
     parents: dict[str, list[str]] = {}
     for parent, leaf in chosen:
         parents.setdefault(parent, []).append(leaf)
-    return [_expression(parent, leaves) for parent, leaves in parents.items()] + sorted(left)
+    alone = parents.pop("", [])
+    return sorted(alone) + [_expression(*kind) for kind in parents.items()] + sorted(left)
 
 
 def _over_all(module: str) -> tuple[str, str]:
@@ -85,7 +86,10 @@ def _over_all(module: str) -> tuple[str, str]:
 
 
 def _over_experts(module: str) -> tuple[str, str]:
-    """Return the expression of a module's parent for all experts of its layer, and its last part."""
+    """Return the expression of a module's parent for all experts of its layer, and its last part.
+
+    Outside of layers there is no parent, and the whole name.
+    """
     match = _LAYER.match(module)
     if match is None:
         return "", module
@@ -97,8 +101,6 @@ def _over_experts(module: str) -> tuple[str, str]:
 
 
 def _expression(parent: str, leaves: list[str]) -> str:
-    if not parent:
-        return leaves[0]
     words = leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})"
     return rf"re:{parent}\.{words}$"
 
