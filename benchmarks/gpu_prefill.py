@@ -343,14 +343,7 @@ class Bench:
 
     def attention(self) -> list[dict[str, Any]]:
         """Time attention tile by tile: keys from pages, or gathered in order first and then by tensor map."""
-        shapes = [
-            (64, 64, 4, 3),
-            (64, 64, 4, 2),
-            (64, 128, 4, 2),
-            (64, 32, 4, 4),
-            (128, 64, 8, 2),
-            (128, 64, 8, 3),
-        ]
+        shapes = [(64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
         tiles = [AttentionTile(*t) for t in ([(16, 16, 4, 2)] if self.tiny else shapes)]
         rows, long = self.chunks[-1], max(self.lengths)
         cases, runs = [], []
@@ -419,6 +412,7 @@ class Bench:
             whole()
             want = out.float()
             whole(past=past)
+            found[f"{first}: difference"] = self.row_errors(out.float(), want)
             times = {
                 "order": self.time_ms(partial(order_keys, pages, table, self.scratch.keys, 0, end, tile)),
                 "ready": self.time_ms(
@@ -430,30 +424,15 @@ class Bench:
                 "first call": first_call,
             }
             found[f"{first} keys before {rows}: ms"] = {k: round(v, 3) for k, v in times.items()}
-            found[f"{first}: difference"] = self.row_errors(out.float(), want)
         return found
 
     def expert_tiles(self) -> Iterator[tuple[int, ExpertTile]]:
-        short, long = self.chunks
-        for rows, cols, block_k, warps, stages in (
-            (64, (64, 128), 64, 4, (4, 3)),
-            (64, (64, 128), 64, 4, (5, 6)),
-            (64, (64, 128), 64, 4, (3, 2)),
-            (64, (64, 128), 128, 4, (2, 2)),
-            (64, (64, 256), 128, 8, (3, 2)),
-            (64, (128, 256), 64, 8, (4, 4)),
-            (64, (128, 256), 64, 4, (2, 3)),
-            (64, (128, 256), 128, 8, (2, 2)),
-            (128, (128, 256), 64, 8, (3, 3)),
-            (128, (128, 256), 64, 8, (4, 4)),
-            (128, (128, 128), 128, 8, (2, 2)),
-            (128, (64, 128), 128, 8, (2, 3)),
-        ):
-            for maps in (False, True):
-                tile = ExpertTile(rows, *cols, block_k, warps, warps, *stages, maps)
-                yield short, tile
-                if rows == 128:
-                    yield long, tile
+        few, many = PrefillTiles().few, PrefillTiles().many
+        for rows in (256, 1024, *self.chunks):
+            yield rows, few
+            for tile in (many, dataclasses.replace(many, tensor_maps=False)):
+                yield rows, tile
+                yield rows, dataclasses.replace(tile, halves=False)
 
     def experts(self) -> list[dict[str, Any]]:
         """Time the experts' products tile by tile over several layers' weights."""

@@ -120,7 +120,7 @@ def _place_kernel(
     e = tl.arange(0, E_BLOCK)
     total = tl.zeros((E_BLOCK,), tl.int32)
     before = tl.zeros((E_BLOCK,), tl.int32)
-    for piece in tl.static_range(0, BLOCKS, PIECE):
+    for piece in tl.range(0, BLOCKS, PIECE, num_stages=1):
         b = piece + tl.arange(0, PIECE)[:, None]
         counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < BLOCKS) & (e < E)[None, :], other=0)
         total += tl.sum(counts, 0)
@@ -211,6 +211,59 @@ def sort_by_expert(
 
 
 @triton.jit
+def _up_tile(
+    x_ptr,
+    w_ptr,
+    act_ptr,
+    pairs_ptr,
+    expert,
+    start,
+    end,
+    f0,
+    A: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    MAPS: tl.constexpr,
+):
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+    i = start + tl.arange(0, ROWS)
+    # Rows past the end repeat the last and are not kept.
+    token = tl.load(pairs_ptr + tl.minimum(i, end - 1)) // A
+    k = tl.arange(0, BLOCK_K)
+    f = f0 + tl.arange(0, COLS)
+    x_at = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
+    if not MAPS:
+        rows = expert.to(tl.int64) * (2 * F) + tl.minimum(f, F - 1)
+        w_at = w_ptr + rows[None, :] * K + k[:, None]
+    gate = tl.zeros((ROWS, COLS), tl.float32)
+    up = tl.zeros((ROWS, COLS), tl.float32)
+    for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = at_k + k < K
+        x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside[None, :], other=0.0)
+        if MAPS:
+            w_gate = w_ptr.load([expert * (2 * F) + f0, at_k]).T
+            w_up = w_ptr.load([expert * (2 * F) + F + f0, at_k]).T
+        elif EVEN:
+            w_gate = tl.load(w_at + at_k)
+            w_up = tl.load(w_at + F * K + at_k)
+        else:
+            w_gate = tl.load(w_at + at_k, mask=inside[:, None], other=0.0)
+            w_up = tl.load(w_at + F * K + at_k, mask=inside[:, None], other=0.0)
+        gate = tl.dot(x, w_gate, gate)
+        up = tl.dot(x, w_up, up)
+    g = gate.to(DTYPE).to(tl.float32)
+    g = (g / (1.0 + tl.exp(-g))).to(DTYPE).to(tl.float32)
+    act = (g * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+    at = i.to(tl.int64)[:, None] * F + f[None, :]
+    tl.store(act_ptr + at, act, mask=(i < end)[:, None] & (f < F)[None, :])
+
+
+@triton.jit
 def _up_kernel(
     x_ptr,
     w_ptr,
@@ -222,6 +275,7 @@ def _up_kernel(
     F: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -229,46 +283,93 @@ def _up_kernel(
     MAPS: tl.constexpr,
 ):
     PARTS: tl.constexpr = (F + COLS - 1) // COLS
-    EVEN: tl.constexpr = K % BLOCK_K == 0
-    DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+    LESS: tl.constexpr = ROWS // 2
     tile = tl.program_id(0) // PARTS
+    f0 = tl.program_id(0) % PARTS * COLS
     if tile < tl.load(num_tiles_ptr):
-        f0 = tl.program_id(0) % PARTS * COLS
-        expert = tl.load(tiles_ptr + tile)
-        i = tl.load(tiles_ptr + MAX_TILES + tile) + tl.arange(0, ROWS)
+        e = tl.load(tiles_ptr + tile)
+        start = tl.load(tiles_ptr + MAX_TILES + tile)
         end = tl.load(tiles_ptr + 2 * MAX_TILES + tile)
-        # Rows past the end repeat the last and are not kept.
-        token = tl.load(pairs_ptr + tl.minimum(i, end - 1)) // A
-        k = tl.arange(0, BLOCK_K)
-        f = f0 + tl.arange(0, COLS)
-        x_at = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
-        if not MAPS:
-            rows = expert.to(tl.int64) * (2 * F) + tl.minimum(f, F - 1)
-            w_at = w_ptr + rows[None, :] * K + k[:, None]
-        gate = tl.zeros((ROWS, COLS), tl.float32)
-        up = tl.zeros((ROWS, COLS), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if EVEN:
-                x = tl.load(x_at + start)
-            else:
-                x = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
-            if MAPS:
-                w_gate = w_ptr.load([expert * (2 * F) + f0, start]).T
-                w_up = w_ptr.load([expert * (2 * F) + F + f0, start]).T
-            elif EVEN:
-                w_gate = tl.load(w_at + start)
-                w_up = tl.load(w_at + F * K + start)
-            else:
-                inside = (start + k < K)[:, None]
-                w_gate = tl.load(w_at + start, mask=inside, other=0.0)
-                w_up = tl.load(w_at + F * K + start, mask=inside, other=0.0)
-            gate = tl.dot(x, w_gate, gate)
-            up = tl.dot(x, w_up, up)
-        g = gate.to(DTYPE).to(tl.float32)
-        g = (g / (1.0 + tl.exp(-g))).to(DTYPE).to(tl.float32)
-        act = (g * up.to(DTYPE).to(tl.float32)).to(DTYPE)
-        at = i.to(tl.int64)[:, None] * F + f[None, :]
-        tl.store(act_ptr + at, act, mask=(i < end)[:, None] & (f < F)[None, :])
+        if HALVES and end - start <= LESS:
+            _up_tile(
+                x_ptr,
+                w_ptr,
+                act_ptr,
+                pairs_ptr,
+                e,
+                start,
+                end,
+                f0,
+                A,
+                F,
+                K,
+                LESS,
+                COLS,
+                BLOCK_K,
+                STAGES,
+                MAPS,
+            )
+        else:
+            _up_tile(
+                x_ptr,
+                w_ptr,
+                act_ptr,
+                pairs_ptr,
+                e,
+                start,
+                end,
+                f0,
+                A,
+                F,
+                K,
+                ROWS,
+                COLS,
+                BLOCK_K,
+                STAGES,
+                MAPS,
+            )
+
+
+@triton.jit
+def _down_tile(
+    act_ptr,
+    w_ptr,
+    terms_ptr,
+    weights_ptr,
+    pairs_ptr,
+    expert,
+    start,
+    end,
+    n0,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    i = start + tl.arange(0, ROWS)
+    own = tl.minimum(i, end - 1)
+    pair = tl.load(pairs_ptr + own)
+    weight = tl.load(weights_ptr + pair)
+    k = tl.arange(0, BLOCK_K)
+    n = n0 + tl.arange(0, COLS)
+    x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
+    rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
+    w_at = w_ptr + rows[None, :] * K + k[:, None]
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(x_at + at_k)
+            w = tl.load(w_at + at_k)
+        else:
+            x = tl.load(x_at + at_k, mask=(at_k + k < K)[None, :], other=0.0)
+            w = tl.load(w_at + at_k, mask=(at_k + k < K)[:, None], other=0.0)
+        acc = tl.dot(x, w, acc)
+    y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
+    at = pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(terms_ptr + at, y, mask=(i < end)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -283,39 +384,30 @@ def _down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
 ):
     PARTS: tl.constexpr = (N + COLS - 1) // COLS
-    EVEN: tl.constexpr = K % BLOCK_K == 0
+    LESS: tl.constexpr = ROWS // 2
     tile = tl.program_id(0) // PARTS
+    n0 = tl.program_id(0) % PARTS * COLS
     if tile < tl.load(num_tiles_ptr):
-        n0 = tl.program_id(0) % PARTS * COLS
-        expert = tl.load(tiles_ptr + tile)
-        i = tl.load(tiles_ptr + MAX_TILES + tile) + tl.arange(0, ROWS)
+        e = tl.load(tiles_ptr + tile)
+        start = tl.load(tiles_ptr + MAX_TILES + tile)
         end = tl.load(tiles_ptr + 2 * MAX_TILES + tile)
-        own = tl.minimum(i, end - 1)
-        pair = tl.load(pairs_ptr + own)
-        k = tl.arange(0, BLOCK_K)
-        n = n0 + tl.arange(0, COLS)
-        x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
-        rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
-        w_at = w_ptr + rows[None, :] * K + k[:, None]
-        acc = tl.zeros((ROWS, COLS), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if EVEN:
-                x = tl.load(x_at + start)
-                w = tl.load(w_at + start)
-            else:
-                x = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
-                w = tl.load(w_at + start, mask=(start + k < K)[:, None], other=0.0)
-            acc = tl.dot(x, w, acc)
-        weight = tl.load(weights_ptr + pair)
-        y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
-        at = pair.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(terms_ptr + at, y, mask=(i < end)[:, None] & (n < N)[None, :])
+        if HALVES and end - start <= LESS:
+            _down_tile(
+                act_ptr, w_ptr, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
+                N, K, LESS, COLS, BLOCK_K, STAGES,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                act_ptr, w_ptr, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
+                N, K, ROWS, COLS, BLOCK_K, STAGES,
+            )  # fmt: skip
 
 
 def expert_chunk_up(
@@ -350,6 +442,7 @@ def expert_chunk_up(
         F=F,
         K=K,
         ROWS=tile.rows,
+        HALVES=tile.halves,
         COLS=tile.up,
         BLOCK_K=tile.block_k,
         STAGES=tile.up_stages,
@@ -384,6 +477,7 @@ def expert_chunk_down(
         N=N,
         K=F,
         ROWS=tile.rows,
+        HALVES=tile.halves,
         COLS=tile.down,
         BLOCK_K=tile.block_k,
         STAGES=tile.down_stages,

@@ -46,6 +46,7 @@ class ExpertTile:
         down_warps: Of the second.
         up_stages: Depth of the software pipeline of the first product.
         down_stages: Of the second.
+        halves: Tiles of at most half the rows take half the work.
         tensor_maps: The first product's weights come by tensor maps (sm_90 and later), not by addresses.
     """
 
@@ -57,6 +58,7 @@ class ExpertTile:
     down_warps: int
     up_stages: int
     down_stages: int
+    halves: bool = False
     tensor_maps: bool = True
 
 
@@ -75,7 +77,7 @@ class PrefillTiles:
     full: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     sliding: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     few: ExpertTile = field(default=ExpertTile(64, 128, 128, 64, 8, 4, 4, 3))
-    many: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4))
+    many: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4, halves=True))
     many_rows: int = 2048
 
     @classmethod
@@ -93,7 +95,7 @@ class PrefillTiles:
             return cls()
         if shared_bytes >= 160 * 1024:
             few = ExpertTile(64, 128, 128, 64, 8, 4, 3, 3)
-            return cls(few=few, many=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3))
+            return cls(few=few, many=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True))
         small, experts = AttentionTile(64, 64, 4, 2), ExpertTile(64, 64, 128, 64, 4, 4, 3, 2)
         return cls(small, small, experts, experts)
 

@@ -28,7 +28,7 @@ from lean_laguna.models.rope import inverse_frequencies
 
 CHUNK, LENGTH, PAGE = 16, 37, 4
 SMALL = AttentionTile(16, 16, 4, 2)
-EXPERTS = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
+EXPERTS = ExpertTile(32, 16, 32, 16, 4, 4, 2, 2, halves=True)
 TILES = PrefillTiles(full=SMALL, sliding=SMALL, few=EXPERTS, many=EXPERTS)
 TAPS = (0, 2)
 FULL, SLIDING = "full_attention", "sliding_attention"
