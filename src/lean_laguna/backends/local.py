@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lean_laguna.backends.base import GenerationResult, Progress, PromptInput, per_prompt_params
+from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import ConfigError, RequestError
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.core.types import RequestOutput, SamplingParams
 from lean_laguna.engine.llm import LLM
-from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.spec.proposer import DFlashProposer
 
@@ -42,15 +42,16 @@ class LocalBackend:
         Args:
             model: Catalog name, folder or id of a downloaded repository.
             drafter: The same for the drafter; None for none.
-            **options: Of ``LLM``, and ``num_speculative_tokens`` of the speculative configuration.
+            **options: Of ``LLM``, ``num_speculative_tokens`` of the speculative configuration, and its other
+                fields as ``synthetic``.
 
         Raises:
             ConfigError: An option is wrong.
             CheckpointError: A checkpoint is missing, damaged, or the two do not belong together.
         """
-        length = options.pop("num_speculative_tokens", "auto")
+        length, synthetic = options.pop("num_speculative_tokens", "auto"), options.pop("synthetic", {})
         if drafter is not None:
-            options["speculative_config"] = {"model": drafter, "num_speculative_tokens": length}
+            options["speculative_config"] = {"model": drafter, "num_speculative_tokens": length, **synthetic}
         return cls(LLM(model, **options))
 
     def without_drafter(self) -> LocalBackend:
@@ -118,12 +119,13 @@ class LocalBackend:
             "device": weight.device.type,
             "dtype": str(weight.dtype).removeprefix("torch."),
             "num_threads": torch.get_num_threads(),
-            "model": _model_facts(engine.config.model, engine.target),
+            "synthetic": engine.config.is_synthetic,
+            "model": _facts(engine.config, engine.config.shape or engine.config.model, engine.target),
             "memory": {"target_weights": _weight_bytes(engine.target), "kv_cache": engine.kv_bytes},
         }
         if isinstance(engine.proposer, DFlashProposer) and engine.config.speculative is not None:
             speculative = engine.config.speculative
-            facts["drafter"] = _model_facts(speculative.model, engine.proposer.drafter)
+            facts["drafter"] = _facts(engine.config, speculative.model, engine.proposer.drafter)
             facts["memory"]["drafter_weights"] = _weight_bytes(engine.proposer.drafter)
             given = self.num_speculative_tokens
             facts["num_speculative_tokens"] = speculative.num_speculative_tokens if given is None else given
@@ -155,7 +157,12 @@ class LocalBackend:
         )
 
 
-def _model_facts(name: str, module: Any) -> dict[str, Any]:
+def _facts(config: EngineConfig, name: str, module: Any) -> dict[str, Any]:
+    if config.load_format == "dummy":
+        return {
+            "name": f"{name}, random weights",
+            "num_parameters": sum(p.numel() for p in _parameters(module)),
+        }
     return {
         "name": name,
         "sha256": checkpoint_hash(resolve_model(name)),

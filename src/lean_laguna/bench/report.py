@@ -43,7 +43,10 @@ def heading(result: Mapping[str, Any]) -> Text:
     where = gpus if engine.get("device") == "cuda" and gpus else machine.get("cpu") or "unknown processor"
     threads = f", {_count(engine['num_threads'], 'thread')}" if "num_threads" in engine else ""
     where += f"{threads} · torch {result['versions'].get('torch', '?')} · {engine.get('dtype', '?')}"
-    return Text("\n".join([names, what, where]))
+    lines = [names, what, where]
+    if result.get("synthetic"):
+        lines.insert(0, "SYNTHETIC: for timing only; what came out is not a model's output")
+    return Text("\n".join(lines))
 
 
 def ab_report(result: Mapping[str, Any], *, per_prompt: bool = True) -> RenderableType:

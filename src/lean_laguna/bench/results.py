@@ -41,6 +41,8 @@ def describe(
         "kind": kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **describe_run(argv),
+        # Random weights, or drafts that stand by a draw: times mean something, outputs do not.
+        "synthetic": any(bool(info.get("synthetic")) for info in engines.values()),
         "engines": {name: dict(info) for name, info in engines.items()},
         "prompts": {
             "name": plan.prompts.name,

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 
 from lean_laguna.cli.measuring import add_plan_options, make_plan, two_sides, write_files
-from lean_laguna.cli.options import add_draft_length_option, add_model_options, add_sampling_options
+from lean_laguna.cli.options import (
+    add_draft_length_option,
+    add_dummy_options,
+    add_model_options,
+    add_sampling_options,
+)
 from lean_laguna.cli.parser import Parser
 
 DEMO_NUM_PROMPTS, DEMO_MAX_TOKENS, DEMO_REPEATS = 7, 128, 2
@@ -15,7 +20,7 @@ usage: lean-laguna bench [options]
 Run the same prompts without a drafter and with one, interleaved; compare speed and every output.
 Exit status 1 if an output differs.
 
-  --demo                    a short run that shows the text first
+  --demo, --profile         a short run that shows the text first; where a decode step's time goes
   --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
   --drafter NAME            auto (the one made for the model), or a name
   --num-speculative-tokens  draft tokens per step, or auto
@@ -31,7 +36,7 @@ sampling, with vLLM's names; greedy and 256 tokens unless given:
   --logit-bias ID=BIAS...  --stop TEXT...  --stop-token-ids ID...  --bad-words TEXT...
   --logprobs N  --prompt-logprobs N  --include-stop-str-in-output  --keep-special-tokens
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --max-model-len N
-  --attention-factor X
+  --attention-factor X  --kernels auto|torch|triton  --load-format auto|dummy  --shape laguna-xs
 
 example: lean-laguna bench --num-speculative-tokens 7 --html bench.html
 """
@@ -41,7 +46,9 @@ def build_parser() -> Parser:
     """Return the command's parser."""
     parser = Parser("lean-laguna bench", HELP)
     parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     add_model_options(parser)
+    add_dummy_options(parser)
     add_draft_length_option(parser)
     add_plan_options(parser)
     add_sampling_options(parser)
@@ -54,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LeanLagunaError: A mistake in the call or its input.
     """
+    if args.profile:
+        from lean_laguna.cli.profile import run_profile
+
+        return run_profile(args)
     if args.demo:
         args.max_tokens = args.max_tokens or DEMO_MAX_TOKENS
         args.num_prompts = args.num_prompts or DEMO_NUM_PROMPTS
@@ -82,4 +93,5 @@ def run(args: argparse.Namespace) -> int:
         show_next(terminal)
     write_files(args, content, terminal)
     terminal.json_line(content)
-    return 1 if result.num_mismatches else 0
+    # Where drafts stand by a draw, outputs differ by design.
+    return 1 if result.num_mismatches and not args.synthetic else 0

@@ -11,6 +11,7 @@ from lean_laguna.cli.options import (
     drafter_name,
     engine_options,
     given_sampling,
+    is_dummy,
     require_models,
     sampling_params,
     set_threads,
@@ -74,7 +75,8 @@ def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[LocalBacke
         LeanLagunaError: A model is missing or damaged, or a prompt does not fit.
     """
     drafter = drafter_name(args, is_required=True)
-    require_models(args.model, drafter)
+    if not is_dummy(args):
+        require_models(args.model, drafter)
     options = engine_options(args)
     from lean_laguna.backends.local import LocalBackend
 
@@ -84,6 +86,7 @@ def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[LocalBacke
         num_speculative_tokens=getattr(args, "num_speculative_tokens", "auto"),
         max_num_seqs=1,
         enable_prefix_caching=False,
+        synthetic=args.synthetic,
         **options,
     )
     _check_prompts(drafting, plan)

@@ -42,6 +42,13 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument("--attention-factor", type=float)
 
 
+def add_dummy_options(parser: Parser) -> None:
+    """Add the kernels, and random weights in place of a checkpoint's."""
+    parser.add_argument("--kernels", type=one_of("auto", "torch", "triton"), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--load-format", type=one_of("auto", "dummy"), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--shape")
+
+
 def add_draft_length_option(parser: Parser) -> None:
     """Add the draft length, and vLLM's way of giving it together with the drafter."""
     parser.add_argument("--num-speculative-tokens", type=draft_length, default=AUTO)
@@ -112,6 +119,12 @@ def apply_speculative_config(args: argparse.Namespace) -> None:
     config = SpeculativeConfig.parse(given)
     assert config is not None
     args.drafter, args.num_speculative_tokens = config.model, config.num_speculative_tokens
+    if config.is_synthetic:
+        args.synthetic = {
+            "rejection_sample_method": config.rejection_sample_method,
+            "synthetic_acceptance_rates": config.synthetic_acceptance_rates,
+            "synthetic_acceptance_length": config.synthetic_acceptance_length,
+        }
 
 
 def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
@@ -125,7 +138,10 @@ def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
         ConfigError: A drafter is required and none is known or wanted.
         CheckpointError: It is not on this machine.
     """
+    args.synthetic = {}
     apply_speculative_config(args)
+    if is_dummy(args) and args.drafter == AUTO:
+        return "dummy" if is_required else None
     if args.drafter == NONE:
         if is_required:
             raise ConfigError(
@@ -147,6 +163,11 @@ def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
     return name
 
 
+def is_dummy(args: argparse.Namespace) -> bool:
+    """Say whether weights are to be random, so that no checkpoint is needed."""
+    return getattr(args, "load_format", AUTO) == "dummy"
+
+
 def require_models(*names: str | None) -> None:
     """Refuse names that mean nothing on this machine, before seconds are spent on importing the engine.
 
@@ -161,8 +182,8 @@ def require_models(*names: str | None) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``LLM`` that the command line sets."""
     options = {"device": args.device, "dtype": args.dtype}
-    for name in ("max_model_len", "attention_factor"):
-        if getattr(args, name) is not None:
+    for name in ("max_model_len", "attention_factor", "kernels", "load_format", "shape"):
+        if getattr(args, name, None) is not None:
             options[name] = getattr(args, name)
     return options
 

@@ -105,6 +105,11 @@ class GpuEngine(LLMEngine):
         self._programs.warm_up()
         return budget
 
+    @property
+    def programs(self) -> StepPrograms:
+        """What it launches."""
+        return self._programs
+
     def watch_logits(self, watcher: LogitsWatcher) -> None:
         """Call ``watcher`` with every run of tokens: the sequence, and the logits they were chosen from.
 
