@@ -187,6 +187,7 @@ class OnAndOff:
     """A controller that turns drafting off for stretches of any length."""
 
     lengths = itertools.cycle([7, 0, 7, *[0] * 5, 3, *[0] * 20, 7])
+    schedule = None
 
     def choose(self, batch, context_len):
         return next(self.lengths)

@@ -13,13 +13,16 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.dspark_config import DSparkHeads
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.types import RequestOutput, SamplingParams
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.sequence import RequestState
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.dspark_proposer import DSparkProposer
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, Proposer
 from support.tokenizers import byte_level_json
 
@@ -123,6 +126,22 @@ def tiny_drafter(max_position_embeddings: int = MAX_POSITIONS, layers: str = "SF
     return drafter.eval()
 
 
+@functools.cache
+def tiny_dspark(sample_from_anchor: bool = False) -> DSparkDrafter:
+    """Return that drafter with DSpark's heads, at random, so that drafts depend on those before them."""
+    base = tiny_drafter()
+    heads = DSparkHeads(8, greedy_temperatures=(1.0, 2.0), sampled_temperatures=(0.5,))
+    drafter = DSparkDrafter(
+        dataclasses.replace(base.config, dspark=heads, sample_from_anchor=sample_from_anchor)
+    )
+    drafter.init_weights(std=0.12, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(3)
+    assert drafter.confidence_weight is not None
+    for head in (drafter.markov_w1, drafter.markov_w2, drafter.confidence_weight):
+        torch.nn.init.normal_(head, std=0.7, generator=generator)
+    return drafter.requires_grad_(False).eval()
+
+
 class ScriptedProposer:
     """Drafts from known outputs, by the request's seed; without a context of its own.
 
@@ -195,7 +214,22 @@ def dflash(scripts: Mapping[int, Sequence[int]] | None = None) -> DFlashProposer
     return DFlashProposer(tiny_drafter(), tiny_target())
 
 
-PROPOSERS: dict[str, Callable[[Mapping[int, Sequence[int]]], Proposer]] = {**SCRIPTED, "dflash": dflash}
+def dspark(scripts: Mapping[int, Sequence[int]] | None = None) -> DSparkProposer:
+    """Draft with the random DSpark drafter, laid out as DFlash's."""
+    return DSparkProposer(tiny_dspark(), tiny_target())
+
+
+def dspark_shifted(scripts: Mapping[int, Sequence[int]] | None = None) -> DSparkProposer:
+    """Draft with the random DSpark drafter whose anchor predicts, too."""
+    return DSparkProposer(tiny_dspark(True), tiny_target())
+
+
+PROPOSERS: dict[str, Callable[[Mapping[int, Sequence[int]]], Proposer]] = {
+    **SCRIPTED,
+    "dflash": dflash,
+    "dspark": dspark,
+    "dspark_shifted": dspark_shifted,
+}
 
 
 def make_engine(

@@ -214,6 +214,7 @@ class SpeculationStats:
         num_accepted_tokens: Draft tokens accepted.
         num_accepted_tokens_per_pos: Entry i counts steps that accepted draft i (0-based) and all before.
         num_steps: Decode steps of the target, with or without drafts.
+        num_cut_draft_tokens: Draft tokens made and not sent to verification, for want of confidence.
     """
 
     num_drafts: int = 0
@@ -221,6 +222,7 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_steps: int = 0
+    num_cut_draft_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -254,6 +256,7 @@ class SpeculationStats:
             self.num_accepted_tokens + other.num_accepted_tokens,
             per_pos,
             self.num_steps + other.num_steps,
+            self.num_cut_draft_tokens + other.num_cut_draft_tokens,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lean_laguna.core.config import DraftLength, EngineConfig
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.draft_length import DraftLengthController
+from lean_laguna.spec.dspark_proposer import DSparkProposer
 from lean_laguna.spec.proposer import Proposer
 
 
@@ -31,6 +32,12 @@ class DraftLengths:
         if following:
             self._context_len = max(s.num_computed for s in following)
             chosen = self.controller.choose(len(following), self._context_len)
+        schedule = self.controller.schedule
+        if schedule is not None:
+            # A step that holds a request with a length of its own sends what it drafts.
+            schedule.costs = self.controller.step_costs() if len(following) == len(sequences) else None
+            if schedule.costs is not None:
+                chosen = min(self.controller.max_draft_tokens, 2 * chosen + 1)
         self._chosen = [
             min(
                 chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
@@ -62,9 +69,15 @@ class DraftLengths:
             return
         if any(num_drafts > chosen for (num_drafts, _), chosen in zip(accepted, self._chosen, strict=True)):
             return
-        longest = max(num_drafts for num_drafts, _ in accepted)
+        schedule = self.controller.schedule
         self.controller.observe(
-            longest, len(sequences), self._context_len, draft_s=draft_s, verify_s=verify_s, accepted=accepted
+            max(num_drafts for num_drafts, _ in accepted),
+            len(sequences),
+            self._context_len,
+            draft_s=draft_s,
+            verify_s=verify_s,
+            accepted=accepted,
+            unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
         )
 
     def explain(self) -> str | None:
@@ -80,5 +93,7 @@ def controller_for(
         return None
     configured = config.speculative.num_speculative_tokens if config.speculative else "auto"
     return DraftLengthController(
-        proposer.max_draft_tokens, configured if num_speculative_tokens is None else num_speculative_tokens
+        proposer.max_draft_tokens,
+        configured if num_speculative_tokens is None else num_speculative_tokens,
+        schedule=proposer.schedule if isinstance(proposer, DSparkProposer) else None,
     )

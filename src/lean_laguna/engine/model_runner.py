@@ -12,6 +12,7 @@ from torch import Tensor
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.models.forward_batch import ForwardBatch, SequenceSpan
 from lean_laguna.models.kv_cache import KVCache, KVGroup
+from lean_laguna.spec.dspark_proposer import DSparkProposer
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import DraftRequest, Proposer
 
@@ -190,6 +191,11 @@ class ModelRunner:
         ]
         for i, found in zip(wanted, self.proposer.propose(requests, self.kv_cache, self._noise), strict=True):
             drafts[i] = found[: num_draft_tokens[i]]
+        if isinstance(self.proposer, DSparkProposer) and self.proposer.schedule is not None:
+            for i, cut in zip(wanted, self.proposer.schedule.cut, strict=True):
+                counts = sequences[i].speculation
+                if counts is not None:
+                    counts.record_cut(len(cut))
         return drafts
 
     def _batch(self, runs: Sequence[Run]) -> ForwardBatch:

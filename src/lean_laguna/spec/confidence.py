@@ -25,14 +25,14 @@ def survival(logits: Tensor, temperatures: Sequence[float] = ()) -> Tensor:
         logits: [..., G] of the confidence head.
         temperatures: Per position; those missing at the end repeat the last, none at all are ones.
     """
-    return torch.cumprod(torch.sigmoid(logits.float() / _padded(temperatures, logits)), dim=-1)
+    divisors = torch.tensor(position_temperatures(temperatures, logits.shape[-1]), device=logits.device)
+    return torch.cumprod(torch.sigmoid(logits.float() / divisors), dim=-1)
 
 
-def _padded(temperatures: Sequence[float], logits: Tensor) -> Tensor:
-    count = logits.shape[-1]
+def position_temperatures(temperatures: Sequence[float], count: int) -> list[float]:
+    """Return ``count`` temperatures: those given, the last of them repeated, or ones."""
     last = temperatures[-1] if temperatures else 1.0
-    padded = [*temperatures[:count], *[last] * (count - len(temperatures))]
-    return torch.tensor(padded, dtype=torch.float32, device=logits.device)
+    return [*temperatures[:count], *[last] * (count - len(temperatures))]
 
 
 def calibration_error(predicted: Tensor, happened: Tensor, num_bins: int = NUM_BINS) -> float:

@@ -7,7 +7,7 @@ same estimates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
@@ -110,12 +110,18 @@ class AcceptanceRates:
         self._tried = [0.0] * max_draft_tokens
         self._surplus = self._deficit = 0.0
 
-    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int, unsent: Sequence[float] = ()) -> None:
         """Take one verified block: the accepted drafts, and the rejected one if there is one.
 
         All drafted positions age, tried or not: one that is seldom reached must not live on old evidence.
+
+        Args:
+            num_draft_tokens: Drafts sent.
+            num_accepted_tokens: Of those, accepted.
+            unsent: The drafter's own chances of drafts that were made and not sent. They count as if tried:
+                drafts are held back when they look bad, so counting the sent alone would flatter positions.
         """
-        if not num_draft_tokens:
+        if not num_draft_tokens and not unsent:
             return
         decay = _DECAY
         if self._is_surprised(num_draft_tokens, num_accepted_tokens):
@@ -124,6 +130,11 @@ class AcceptanceRates:
         for index in range(num_draft_tokens):
             self._tried[index] = self._tried[index] * decay + (index <= num_accepted_tokens)
             self._accepted[index] = self._accepted[index] * decay + (index < num_accepted_tokens)
+        reached = float(num_accepted_tokens == num_draft_tokens)
+        for index, chance in enumerate(unsent, num_draft_tokens):
+            self._tried[index] = self._tried[index] * decay + reached
+            self._accepted[index] = self._accepted[index] * decay + reached * chance
+            reached *= chance
 
     def _is_surprised(self, num_draft_tokens: int, num_accepted_tokens: int) -> bool:
         expected = self.tokens_per_step()[num_draft_tokens] - 1

@@ -19,6 +19,7 @@ from typing import Any
 from lean_laguna.core.config import DraftLength
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
+from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
@@ -76,6 +77,7 @@ class DraftLengthController:
         *,
         profile: Mapping[str, Any] | None = None,
         policy: Policy | None = None,
+        schedule: DraftSchedule | None = None,
     ):
         """Start, from nothing or from what an earlier run learned.
 
@@ -84,6 +86,7 @@ class DraftLengthController:
             num_speculative_tokens: A fixed length, or "auto".
             profile: From `to_dict`, of the same machine, models and precision.
             policy: How bold to be.
+            schedule: Of a drafter that says how confident it is.
 
         Raises:
             ConfigError: The fixed length is beyond the drafter's, or the profile is of another kind.
@@ -95,6 +98,7 @@ class DraftLengthController:
             )
         self.max_draft_tokens = max_draft_tokens
         self.policy = policy or Policy()
+        self.schedule = schedule
         self._fixed = None if num_speculative_tokens == "auto" else num_speculative_tokens
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._rates: dict[int, AcceptanceRates] = {}
@@ -139,6 +143,7 @@ class DraftLengthController:
         draft_s: float,
         verify_s: float,
         accepted: Sequence[tuple[int, int]],
+        unsent: Sequence[Sequence[float]] = (),
     ) -> None:
         """Learn from a step that only decoded (no prefill in it).
 
@@ -149,19 +154,29 @@ class DraftLengthController:
             draft_s: Seconds for proposing and for the drafter's context.
             verify_s: Seconds for everything else of the step.
             accepted: Per sequence, its draft tokens and how many were accepted.
+            unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
         """
         if self._fixed is not None:
             return
         key = _key(batch, context_len)
         cell = self._cell(key)
-        for drafted, num_accepted in accepted:
-            self._acceptance(key[0]).add(drafted, num_accepted)
+        held_back = unsent or [()] * len(accepted)
+        for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
+            self._acceptance(key[0]).add(drafted, num_accepted, chances)
         cell.times.add(num_draft_tokens, draft_s, verify_s)
         cell.num_steps += 1
         cell.last_tried[num_draft_tokens] = cell.num_steps
         if cell.current is not None:
             emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
             self._settle(cell, num_draft_tokens, draft_s + verify_s, emitted)
+
+    def step_costs(self) -> StepCosts | None:
+        """Return what a step of the last choice's kind costs; None if that is fixed, unknown or on trial."""
+        cell = self._cells.get(self._last_key)
+        if self._fixed is not None or cell is None or not cell.current or cell.probe is not None:
+            return None
+        times = [cell.times.estimate(k) for k in range(self.max_draft_tokens + 1)]
+        return StepCosts(times[cell.current][0], [verify_s for _, verify_s in times])
 
     def explain(self) -> str:
         """Say in one line what is used for the last batch and context, and why."""

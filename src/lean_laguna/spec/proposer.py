@@ -143,8 +143,7 @@ class DFlashProposer:
         batch = self._block_batch(drafted, kv_cache.kv_block_size)
         with torch.no_grad():
             hidden = self.drafter.propose(batch, kv_cache, self.target.embed)
-            slots = [span.start + row for span in batch.spans for row in range(1, span.num_rows)]
-            logits = self.drafter.compute_logits(hidden[slots], self.target.compute_logits)
+            logits = self.drafter.compute_logits(hidden[self._slots(batch)], self.target.compute_logits)
         drafts = iter(sample_drafts(logits, [r.request for r, _ in drafted], [n for _, n in drafted], noise))
         return [next(drafts) if n else [] for n in lengths]
 
@@ -152,17 +151,24 @@ class DFlashProposer:
         room = self.drafter.config.max_position_embeddings - 1 - request.anchor_position
         return max(0, min(request.num_draft_tokens, self.max_draft_tokens, room))
 
+    def _slots(self, batch: ForwardBatch) -> list[int]:
+        """Return the rows that predict, block by block."""
+        first = self.drafter.config.first_slot
+        return [span.start + row for span in batch.spans for row in range(first, span.num_rows)]
+
     def _block_batch(self, drafted: Sequence[tuple[DraftRequest, int]], kv_block_size: int) -> ForwardBatch:
         """Lay out the blocks [anchor, MASK, ...] one after the other."""
         mask = self.drafter.config.mask_token_id
+        shift = self.drafter.config.first_slot
         ids: list[int] = []
         positions: list[range] = []
         spans: list[SequenceSpan] = []
         for request, num_drafts in drafted:
             first = request.anchor_position
-            spans.append(SequenceSpan(len(ids), num_drafts + 1, first, request.block_tables))
-            positions.append(range(first, first + num_drafts + 1))
-            ids += [request.request.output_token_ids[-1], *[mask] * num_drafts]
+            num_rows = num_drafts + shift
+            spans.append(SequenceSpan(len(ids), num_rows, first, request.block_tables))
+            positions.append(range(first, first + num_rows))
+            ids += [request.request.output_token_ids[-1], *[mask] * (num_rows - 1)]
         device = self.drafter.fc.weight.device
         return ForwardBatch(
             input_ids=torch.tensor(ids, dtype=torch.int64, device=device),

@@ -21,7 +21,15 @@ from lean_laguna.spec.logprobs import token_logprobs
 from lean_laguna.spec.noise import NoiseCache, gumbel_noise_at
 from lean_laguna.spec.request import SamplingRequest, bad_word_sequences
 
-__all__ = ["RowBlock", "SampledRows", "SamplingRequest", "bad_word_sequences", "sample_drafts", "sample_rows"]
+__all__ = [
+    "RowBlock",
+    "SampledRows",
+    "SamplingRequest",
+    "bad_word_sequences",
+    "sample_drafts",
+    "sample_next_drafts",
+    "sample_rows",
+]
 
 Float64Array = NDArray[np.float64]
 
@@ -131,6 +139,21 @@ def sample_drafts(
             if not request.depends_on_prefix:
                 drafts[index] = list(islice(tokens, num_rows))
     return drafts
+
+
+def sample_next_drafts(
+    logits: Tensor, requests: Sequence[SamplingRequest], drafts: Sequence[Sequence[int]], noise: NoiseCache
+) -> list[int]:
+    """Choose one more draft token for each request, as `sample_drafts` would after these drafts.
+
+    Args:
+        logits: [R, V] float32 of the drafter, a row for each request. Not changed.
+        requests: R requests.
+        drafts: Their drafts so far.
+        noise: Shared with the verifier.
+    """
+    rows = [_Rows(r, d, i, 1, len(d)) for i, (r, d) in enumerate(zip(requests, drafts, strict=True))]
+    return _choose(logits, rows, noise)
 
 
 def _draft_in_order(logits: Tensor, request: SamplingRequest, noise: NoiseCache) -> list[int]:

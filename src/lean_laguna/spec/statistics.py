@@ -20,6 +20,11 @@ class SpeculationCounter:
         self._num_draft_tokens = 0
         self._num_steps = 0
         self._accepted_at: list[int] = []
+        self._num_cut_draft_tokens = 0
+
+    def record_cut(self, num_draft_tokens: int) -> None:
+        """Count drafts that were made and not sent to verification."""
+        self._num_cut_draft_tokens += num_draft_tokens
 
     def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count one decode step.
@@ -46,4 +51,5 @@ class SpeculationCounter:
             num_accepted_tokens=sum(self._accepted_at),
             num_accepted_tokens_per_pos=tuple(self._accepted_at),
             num_steps=self._num_steps,
+            num_cut_draft_tokens=self._num_cut_draft_tokens,
         )

@@ -2,11 +2,14 @@ import pytest
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.draft_lengths import DraftLengths
+from lean_laguna.spec.draft_schedule import StepCosts
 from support.engines import PROPOSERS, make_engine, tokens_of
 
 
 class Controller:
     """Always says 6, and notes what it is told."""
+
+    schedule = None
 
     def __init__(self):
         self.asked, self.told = [], []
@@ -69,3 +72,40 @@ def test_reason_is_the_controllers():
     assert engine.stats().draft_length_reason == "six"
     assert DraftLengths(None).explain() is None
     assert DraftLengths(None).choose([object(), object()]) == [0, 0]
+
+
+class Scheduling(Controller):
+    """Knows what a step costs, and shares it with a drafter that says how confident it is."""
+
+    max_draft_tokens = 15
+
+    def __init__(self, schedule, costs):
+        super().__init__()
+        self.schedule, self.costs = schedule, costs
+        self.unsent = []
+
+    def step_costs(self):
+        return self.costs
+
+    def observe(self, num_draft_tokens, batch, context_len, **measured):
+        super().observe(num_draft_tokens, batch, context_len, **measured)
+        self.unsent.append(measured["unsent"])
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+def test_a_confident_drafter_walks_further_and_sends_what_pays(slope):
+    proposer = PROPOSERS["dspark"]({})
+    engine = make_engine(proposer)
+    costs = StepCosts(0.1, [1 + slope * k for k in range(16)])
+    controller = Scheduling(proposer.schedule, costs)
+    engine._draft_lengths.controller = controller
+    state = engine.add_request(tokens_of(0, 9), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    sent = [told[0] for told in controller.told]
+    counts = state.snapshot().outputs[0].speculation
+    # 2 x 6 + 1 drafts where they cost nothing; a few where they cost as much as decoding.
+    assert max(sent) == 13 if slope == 0 else max(sent) <= 3
+    assert counts.num_cut_draft_tokens == proposer.schedule.num_cut_draft_tokens
+    assert (counts.num_cut_draft_tokens > 0) == (slope > 0)
+    assert sum(len(unsent[0]) for unsent in controller.unsent if unsent) == counts.num_cut_draft_tokens

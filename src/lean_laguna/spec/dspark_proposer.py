@@ -1,0 +1,130 @@
+"""The DSpark drafter as a proposer: one pass for the block, then a walk from draft to draft.
+
+Each draft is drawn with the noise that the verifier will draw with, from the block's logits and the bias by
+the token before it. Where the costs of a step are known and the drafter says how confident it is, drafts that
+are not worth verifying are not sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
+from lean_laguna.models.kv_cache import KVCache
+from lean_laguna.spec.confidence import position_temperatures
+from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
+from lean_laguna.spec.noise import NoiseCache
+from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, TargetEnds
+from lean_laguna.spec.sampling import sample_next_drafts
+
+
+class DSparkProposer(DFlashProposer):
+    """Proposes with a DSpark drafter.
+
+    Attributes:
+        schedule: Shared with who times steps; None where the drafter has no confidence head.
+    """
+
+    drafter: DSparkDrafter
+
+    def __init__(self, drafter: DSparkDrafter, target: TargetEnds):
+        """Pair a drafter with the target whose embedding and lm_head it borrows."""
+        super().__init__(drafter, target)
+        self.schedule = DraftSchedule() if drafter.confidence_weight is not None else None
+        heads, count = drafter.heads, drafter.config.max_draft_tokens
+        self._greedy_temperatures = position_temperatures(heads.greedy_temperatures, count)
+        self._sampled_temperatures = position_temperatures(heads.sampled_temperatures, count)
+
+    def propose(
+        self, requests: Sequence[DraftRequest], kv_cache: KVCache, noise: NoiseCache
+    ) -> list[list[int]]:
+        """Draft for each request, and cut what is not worth verifying; see `Proposer.propose`."""
+        lengths = [self._length(request) for request in requests]
+        drafted = [(request, n) for request, n in zip(requests, lengths, strict=True) if n]
+        costs = self.schedule.costs if self.schedule is not None else None
+        found: list[list[int]] = []
+        survival: list[list[float]] = []
+        if drafted:
+            batch = self._block_batch(drafted, kv_cache.kv_block_size)
+            with torch.no_grad():
+                hidden = self.drafter.propose(batch, kv_cache, self.target.embed)[self._slots(batch)]
+                logits = self.drafter.compute_logits(hidden, self.target.compute_logits)
+                found, survival = self._walk(drafted, hidden, logits, noise, costs)
+        every = iter(zip(found, survival, strict=True))
+        walked = [next(every) if n else ([], []) for n in lengths]
+        if self.schedule is None:
+            return [tokens for tokens, _ in walked]
+        kept = costs.best_length([chances for _, chances in walked]) if costs is not None else None
+        self.schedule.cut = [_chances_beyond(chances, kept) for _, chances in walked]
+        self.schedule.num_cut_draft_tokens += sum(len(cut) for cut in self.schedule.cut)
+        return [tokens[:kept] for tokens, _ in walked]
+
+    def _walk(
+        self,
+        drafted: Sequence[tuple[DraftRequest, int]],
+        hidden: Tensor,
+        logits: Tensor,
+        noise: NoiseCache,
+        costs: StepCosts | None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draw drafts one after the other, for all requests at once; stop where more cannot pay.
+
+        Args:
+            drafted: Requests and their draft lengths, at least 1 each.
+            hidden: [sum of lengths, D], request by request.
+            logits: [sum of lengths, V] without the bias.
+            noise: Shared with the verifier.
+            costs: Of the step, or None to draw all.
+
+        Returns:
+            Per request, its drafts and, with costs, their chances of survival.
+        """
+        starts = [0]
+        for _, length in drafted:
+            starts.append(starts[-1] + length)
+        tokens: list[list[int]] = [[] for _ in drafted]
+        survival: list[list[float]] = [[] for _ in drafted]
+        for k in range(max(length for _, length in drafted)):
+            going_on = [i for i, (_, length) in enumerate(drafted) if length > k]
+            requests = [drafted[i][0].request for i in going_on]
+            before = [
+                tokens[i][-1] if k else request.output_token_ids[-1]
+                for i, request in zip(going_on, requests, strict=True)
+            ]
+            at = [starts[i] + k for i in going_on]
+            rows = self.drafter.markov_rows(torch.tensor(before, device=logits.device))
+            biased = logits[at] + self.drafter.markov_bias(rows).float()
+            following = sample_next_drafts(biased, requests, [tokens[i] for i in going_on], noise)
+            for i, token in zip(going_on, following, strict=True):
+                tokens[i].append(token)
+            if costs is None:
+                continue
+            guesses = self.drafter.confidence_logits(hidden[at], rows).tolist()
+            for i, request, guess in zip(going_on, requests, guesses, strict=True):
+                is_greedy = request.params.temperature == 0
+                temperature = (self._greedy_temperatures if is_greedy else self._sampled_temperatures)[k]
+                reached = survival[i][-1] if k else 1.0
+                survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess / temperature)))
+            if not costs.may_pay(survival, k + 1):
+                break
+        return tokens, survival
+
+
+def make_proposer(drafter: DFlashDrafter, target: TargetEnds) -> DFlashProposer:
+    """Return the proposer for a drafter of either kind."""
+    if isinstance(drafter, DSparkDrafter):
+        return DSparkProposer(drafter, target)
+    return DFlashProposer(drafter, target)
+
+
+def _chances_beyond(survival: Sequence[float], kept: int | None) -> tuple[float, ...]:
+    """Return the chance of each draft from ``kept`` on, given that those before it are accepted."""
+    if kept is None:
+        return ()
+    before = [1.0, *survival]
+    return tuple(after / max(1e-9, before[k]) for k, after in enumerate(survival) if k >= kept)
