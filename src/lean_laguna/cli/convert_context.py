@@ -11,9 +11,9 @@ from lean_laguna.core.errors import ConfigError
 HELP = """\
 usage: lean-laguna convert context SOURCE [DESTINATION] --to 1m|256k [options]
 
-Give a Laguna-S-2.1 checkpoint its other context, by the constants that Poolside publishes for it: three
-values of config.json, checked before and after. Weights stay as they are; the new folder's other files
-share their bytes with the source's where the disk can.
+Give a Laguna-S-2.1 checkpoint its other context, by the constants that Poolside publishes for it:
+three values of config.json, checked before and after. Weights stay as they are; the new folder's
+other files share their bytes with the source's where the disk can.
 
   SOURCE                    a folder, or a downloaded repository
   DESTINATION               a folder that does not exist yet

@@ -13,9 +13,9 @@ from lean_laguna.core.errors import ConfigError
 HELP = """\
 usage: lean-laguna convert drafter SOURCE DESTINATION --format NAME [options]
 
-Write a DFlash or DSpark drafter in another format. Every weight keeps its bits, and is read back and
-compared. A format that cannot hold what the drafter computes (an output gate, a norm per tapped layer,
-a vocabulary of its own, ...) is refused, and the reason named.
+Write a DFlash or DSpark drafter in another format. Every weight keeps its bits, and is read back
+and compared. A format that cannot hold what the drafter computes (an output gate, a norm per tapped
+layer, a vocabulary of its own, ...) is refused, and the reason named.
 
   SOURCE                    a folder, nano-dflash, or a downloaded repository, in any of the formats
   DESTINATION               a folder that does not exist yet
@@ -23,7 +23,7 @@ a vocabulary of its own, ...) is refused, and the reason named.
   --target NAME             also check that it is a drafter for this target, and record its name
   --json                    one line of JSON last, and nothing else on standard output
 
-example: lean-laguna convert drafter poolside/Laguna-XS.2-speculator.dflash xs2-dflash --format z-lab
+example: lean-laguna convert drafter poolside/Laguna-XS.2-speculator.dflash xs2-zlab --format z-lab
 """
 
 

@@ -19,14 +19,14 @@ HELP = """\
 usage: lean-laguna inspect CHECKPOINT | --shape NAME [options]
 
 What is quantised how, the bytes that a decoded token reads, the speed that no engine can go beyond,
-and whether every file is whole. Reads headers only. Exit status 1 where the checkpoint is not whole.
+and whether every file is whole. Reads headers only. Exit status 1 where something is missing.
 
   CHECKPOINT                a folder, a config.json alone, a built-in name, a downloaded repository
   --shape NAME              laguna-xs, laguna-xs-2.1 or laguna-s-2.1, without a checkpoint
-  --scheme NAME             how the shape is stored: bf16 (usual), fp8, int4, int8, nvfp4, nvfp4-routed,
-                            nvfp4-attention, nvfp4-fp8-attention, nvfp4-all, fp8-all
+  --scheme NAME             how the shape is stored: bf16 (usual), fp8, int4, int8, nvfp4, fp8-all,
+                            nvfp4-routed, nvfp4-attention, nvfp4-fp8-attention, nvfp4-all
   --drafter NAME            also speed with this drafter: a folder, a name, or a shape's name
-  --acceptance P1,P2,...    share of drafts accepted up to each position (measured on code: .90,.81,...)
+  --acceptance P1,P2,...    share of drafts accepted up to each position (else .90,.81,.73 ...)
   --card NAME               bandwidth of a card: h200, h100, gb10, rtx-5090, rtx-pro-6000 ...
   --bandwidth GB/S          or a figure: 273, 4.8TB/s; else measured on this machine
   --context N               positions whose keys and values are read (2048)
@@ -36,7 +36,7 @@ and whether every file is whole. Reads headers only. Exit status 1 where the che
   --hashes                  SHA-256 of every file, against what its repository states
   --json                    one line of JSON last, and nothing else on standard output
 
-example: lean-laguna inspect --shape laguna-xs-2.1 --scheme nvfp4 --card gb10 --drafter laguna-xs-2.1
+example: lean-laguna inspect --shape laguna-xs --scheme nvfp4 --drafter laguna-xs --card gb10
 """
 
 

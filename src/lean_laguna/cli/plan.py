@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 HELP = """\
 usage: lean-laguna plan CHECKPOINT | --shape NAME [options]
 
-What weights, drafter, keys and values and workspace take on a card; the longest context and the most
+What weights, drafter, KV cache and workspace take on a card; the longest context and the most
 streams that fit; vLLM's arithmetic beside ours. Exit status 1 where it does not fit.
 
   CHECKPOINT                a folder, a config.json alone, a built-in name, a downloaded repository

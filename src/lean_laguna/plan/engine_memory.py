@@ -26,8 +26,8 @@ MANY_SEQS = 1 << 20
 GROUP_LABELS = {
     "full": "full layers",
     "sliding": "sliding layers",
-    "draft_full": "drafter, full layers",
-    "draft_sliding": "drafter, sliding layers",
+    "draft_full": "drafter, full",
+    "draft_sliding": "drafter, sliding",
 }
 DEVICE_BYTES = 3 * GIB // 4
 """What CUDA's context, loaded kernels and captured graphs take on a device; assumed, not ours to allocate."""

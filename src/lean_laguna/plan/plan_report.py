@@ -51,9 +51,9 @@ def _heading(found: Mapping[str, Any]) -> Text:
 
 def _table(found: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ENGINES.values():
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     ours, theirs = (found[name] for name in ENGINES)
     table.add_row("weights", gib(ours["weights_bytes"]), gib(theirs["weights_bytes"]))
     if found["model"]["drafter"]:
@@ -62,7 +62,7 @@ def _table(found: Mapping[str, Any]) -> Table:
     for name in _ROWS_OF_OURS:
         if name in mine or other.get(name):
             table.add_row(
-                f"keys and values, {GROUP_LABELS[name]}",
+                f"KV cache, {GROUP_LABELS[name]}",
                 gib(mine[name]) if name in mine else "–",
                 gib(other[name]) if other.get(name) else "among full" if name in mine else "–",
             )

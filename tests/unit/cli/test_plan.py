@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from lean_laguna.cli.main import main
+
+SPARK = ["--shape", "laguna-xs-2.1", "--scheme", "nvfp4", "--drafter", "laguna-xs-2.1", "--card", "gb10"]
+
+
+def test_a_plan_that_fits_is_status_0_and_the_last_line_is_json(capsys):
+    assert main(["plan", *SPARK, "--context", "262144", "--streams", "2", "--cap", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["lean_laguna"]["fits"]
+    # A quantised build brings scales for FP8 keys and values, which vLLM then takes.
+    assert found["vllm"]["kv_element_bytes"] == 1
+    assert found["cap"].startswith("systemd-run --user --scope")
+    assert "serve poolside/Laguna-XS-2.1 --drafter poolside/Laguna-XS-2.1-DFlash" in found["cap"]
+    assert found["cap"] in err
+
+
+def test_a_plan_that_does_not_fit_is_status_1_and_says_what_would(capsys):
+    words = ["--shape", "laguna-s-2.1", "--memory", "96GB", "--context", "131072"]
+    assert main(["plan", *words, "--no-prefix-caching", "--vllm-kv-dtype", "bfloat16"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "weights stored as" in out
+
+
+def test_the_built_in_model_is_planned_for_this_machine_as_its_engine_allocates(capsys):
+    assert (
+        main(["plan", "nano", "--drafter", "nano-dflash", "--streams", "3", "--dtype", "float32", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    from lean_laguna.engine.llm import LLM
+
+    engine = LLM(
+        "nano",
+        speculative_config={"model": "nano-dflash"},
+        device="cpu",
+        max_num_seqs=3,
+        kv_cache_memory_bytes=found["lean_laguna"]["kv_cache_memory_bytes"],
+    ).engine
+    assert engine.kv_bytes == found["lean_laguna"]["kv_cache_memory_bytes"]
+    if not found["engine"]["is_on_gpu"]:
+        weights = sum(parameter.nbytes for parameter in engine.target.parameters())
+        assert found["lean_laguna"]["weights_bytes"] == weights
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a checkpoint, or --shape"),
+        ([*SPARK, "--memory", "24GiB"], "leave one out"),
+        (["--shape", "laguna-xs", "--memory", "some"], "--memory must be a size"),
+        ([*SPARK, "--context", "1048576"], "at most the model's max_position_embeddings, 262144"),
+        ([*SPARK, "--prefill-chunk-size", "100"], "must be a multiple of kv_block_size"),
+        ([*SPARK, "--streams", "0"], "must be a whole number from 1"),
+        (["--shape", "laguna-s-2.1", "--drafter", "laguna-xs", "--card", "h200"], "not made for this target"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
