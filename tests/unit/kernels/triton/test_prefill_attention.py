@@ -1,0 +1,102 @@
+"""A chunk's attention equals plain attention: from pages, from ordered keys, on top of a library's part."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.prefill_attention import attend_chunk, lowest_key, order_keys, ready_heads
+from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
+from lean_laguna.kernels.triton.weights import rotary_tables
+
+J, P, PAGE, EPS = 2, 16, 4, 1e-6
+TILE = AttentionTile(16, 16, 4, 2)
+FULL = AttentionShape(num_heads=4, num_kv_heads=J, head_dim=P, rotary_dim=8)
+SLIDING = AttentionShape(num_heads=2, num_kv_heads=J, head_dim=P, rotary_dim=P, window=21)
+PLAIN = dataclasses.replace(SLIDING, has_gate=False, has_qk_norm=False, window=5)
+CASES = [
+    (FULL, 32, 23, "ordered"),
+    (FULL, 9, 7, "pages"),
+    (FULL, 32, 9, "past"),
+    (SLIDING, 48, 19, "ordered"),
+    (PLAIN, 7, 18, "ordered"),
+]
+
+
+@pytest.fixture
+def dtype(device):
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@pytest.mark.parametrize(("shape", "first", "n", "source"), CASES)
+def test_a_chunk_attends_as_plain_attention_does(
+    plain, draw, poisoned, device, dtype, shape, first, n, source
+):
+    H, end, rows = shape.num_heads, first + n, 24
+    inv_freq = 10000.0 ** -(torch.arange(shape.rotary_dim // 2, device=device) / (shape.rotary_dim // 2))
+    rotary = rotary_tables(inv_freq, 128, 1.1, dtype)
+    norms = (draw(P) * 0.2 + 1, draw(P) * 0.2 + 1)
+    table = torch.randperm(32, device=device).to(torch.int32) + 1
+    cache = tuple(poisoned(33, PAGE, J, P) for _ in range(2))
+    before = tuple(draw(first, J, P) for _ in range(2))
+    lowest = lowest_key(shape, first)
+    at = torch.arange(lowest, first, device=device)
+    for pages, kept in zip(cache, before, strict=True):
+        pages[table[at // PAGE].long(), at % PAGE] = kept[lowest:]
+    qkv, out = poisoned(rows, shape.width), poisoned(rows, H * P)
+    qkv[:n] = draw(n, shape.width)
+    q, k, v, gate = qkv[:n].clone().split([H * P, J * P, J * P, H * shape.has_gate], -1)
+    positions = torch.arange(first, end, device=device)
+    cos, sin = (t[positions] for t in rotary)
+    q, k, v = q.reshape(n, H, P), k.reshape(n, J, P), v.reshape(n, J, P)
+    if shape.has_qk_norm:
+        q, k = plain.rms_norm(q, norms[0], EPS), plain.rms_norm(k, norms[1], EPS)
+    q, k = plain.rotate(q, cos, sin), plain.rotate(k, cos, sin)
+    keys, values = torch.cat((before[0], k)), torch.cat((before[1], v))
+
+    ready_heads(qkv, norms, rotary, cache, table, shape, first, n, eps=EPS)
+    begin, past, taken = None, None, cache
+    if source != "pages":
+        taken = tuple(poisoned(128, J, P) for _ in range(2))
+        begin = order_keys(cache, table, taken, lowest, end, TILE)
+    if source == "past":
+        # What a library would have found, the whole padded chunk's.
+        old = keys[:first].float().repeat_interleave(H // J, 1)
+        scores = torch.einsum("thp,shp->hts", q.float(), old) * P**-0.5
+        old_values = values[:first].float().repeat_interleave(H // J, 1)
+        past = (poisoned(H, rows, P), poisoned(H, rows, of=torch.float32))
+        past[0][:, :n] = torch.einsum("hts,shp->htp", scores.softmax(-1), old_values).to(dtype)
+        past[1][:, :n] = scores.logsumexp(-1)
+        for ordered in taken:
+            ordered[:first] = float("nan")
+    attend_chunk(qkv, out, taken, table, shape, first, n, TILE, begin=begin, past=past)
+
+    expected = plain.attention(q, keys, values, positions, window=shape.window)
+    if shape.has_gate:
+        opened = torch.nn.functional.softplus(gate.float()).to(dtype)
+        expected = (expected.float() * opened.float()[..., None]).to(dtype)
+    bound = 2e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(out[:n], expected.reshape(n, -1), atol=bound, rtol=bound)
+    assert out[n:].isnan().all()
+    for pages, new in zip(cache, (k, v), strict=True):
+        found = pages[table[positions // PAGE].long(), positions % PAGE]
+        torch.testing.assert_close(found, new, atol=bound, rtol=bound)
+
+
+def test_ordered_keys_end_in_zeros(draw, device, poisoned, dtype):
+    cache = tuple(poisoned(9, PAGE, J, P) for _ in range(2))
+    table = torch.randperm(8, device=device).to(torch.int32) + 1
+    want = draw(9, J, P)
+    at = torch.arange(18, 27, device=device)
+    for pages in cache:
+        pages[table[at // PAGE].long(), at % PAGE] = want
+    ordered = tuple(poisoned(20, J, P) for _ in range(2))
+    assert order_keys(cache, table, ordered, 18, 27, TILE) == 16
+    for found in ordered:
+        assert torch.equal(found[2:11], want)
+        assert not found[:2].any()
+        assert not found[11:16].any()
+        assert found[16:].isnan().all()

@@ -1,0 +1,72 @@
+"""Experts of a chunk equal their twin however rows are spread; ties go to the lower id."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.prefill_experts import (
+    ExpertSort,
+    expert_chunk_down,
+    expert_chunk_up,
+    sort_by_expert,
+)
+from lean_laguna.kernels.triton.prefill_rows import combine
+from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
+
+E, A, D, F = 5, 2, 40, 24
+
+
+@pytest.fixture
+def dtype(device):
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def sorted_rows(scores, bias, rows, num_tokens, tile):
+    sort = ExpertSort.allocate(rows, experts=E, top_k=A, device=scores.device)
+    sort.pairs.fill_(-1)
+    sort.weights.fill_(float("nan"))
+    sort_by_expert(scores, bias, sort, rows, num_tokens, tile, top_k=A)
+    return sort
+
+
+@pytest.mark.parametrize(("favourite", "halves"), [(0.0, False), (9.0, True)])
+def test_experts_equal_their_twin(plain, draw, poisoned, device, dtype, favourite, halves):
+    rows, n, tile = 64, 41, ExpertTile(32, 16, 32, 16, 4, 4, 2, 2, halves=halves)
+    scores, bias = poisoned(rows, E + 3), draw(E, of=torch.float32)
+    scores[:n] = draw(n, E + 3)
+    scores[:n, 1] += favourite
+    x, up, down = poisoned(rows, D), draw(E, 2 * F, D, scale=0.2), draw(E, D, F, scale=0.2)
+    x[:n] = draw(n, D)
+    act, terms = poisoned(rows * A, F), poisoned(rows * A, D)
+    sort = sorted_rows(scores, bias, rows, n, tile)
+    num_tiles = cdiv(rows * A, tile.rows) + E
+    expert_chunk_up(x, up, sort, act, num_tiles, tile, top_k=A)
+    expert_chunk_down(act, down, sort, terms, num_tiles, tile)
+    shared, hidden, norm, normed = draw(n, D), draw(n, D), draw(D), poisoned(rows, D)
+    found, tap = hidden.clone(), poisoned(n, 2, D)
+    combine(found, terms.view(rows, A, D), shared, norm, normed, n, 1e-6, scaling=2.5, tap=tap[:, 1])
+
+    weights, ids = plain.route(scores[:n, :E], bias, A)
+    routed = plain.moe(x[:n], up, down, weights, ids).to(dtype)
+    expected = hidden + (routed * 2.5 + shared)
+    bound = 2e-5 if dtype == torch.float32 else 6e-2
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+    torch.testing.assert_close(normed[:n], plain.rms_norm(found, norm, 1e-6), atol=bound, rtol=bound)
+    assert torch.equal(tap[:, 1], found)
+    assert normed[n:].isnan().all()
+    assert terms.view(rows, A, D)[n:].isnan().all()
+
+
+def test_pairs_lie_by_expert_then_token_and_ties_go_to_the_lower_id(device, dtype):
+    scores = torch.zeros(32, E, dtype=dtype, device=device)
+    scores[3:6, 4] = 1
+    tile = ExpertTile(16, 16, 16, 16, 4, 4, 2, 2)
+    sort = sorted_rows(scores, torch.zeros(E, device=device), 32, 19, tile)
+    chosen = [[0, 4] if 3 <= row < 6 else [0, 1] for row in range(19)]
+    want = [row * A + chosen[row].index(e) for e in range(E) for row in range(19) if e in chosen[row]]
+    assert sort.pairs[: len(want)].tolist() == want
+    assert (sort.pairs[len(want) :] == -1).all()
+    count = sort.num_tiles.item()
+    assert sort.tiles[:, :count].T.tolist() == [[0, 0, 16], [0, 16, 19], [1, 19, 35], [4, 35, 38]]
