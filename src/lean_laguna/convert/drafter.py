@@ -55,7 +55,8 @@ def convert_drafter(
         source: Drafter folder, in any of the formats.
         destination: A folder that does not exist yet, or an empty one.
         format: ``laguna``, ``z-lab``, ``speculators`` or ``deepspec``.
-        target: The target it is for, to check that the two belong together.
+        target: The target it is for, to check that the two belong together; also fills in its number of
+            layers, which z-lab's format needs and a speculators config does not say.
         target_name: The target's name, for the format that records it.
 
     Raises:
@@ -71,9 +72,11 @@ def convert_drafter(
     config = DFlashConfig.from_dict(given, where)
     if target is not None:
         config.check_target(target, where)
+        config = dataclasses.replace(config, num_target_layers=target.num_hidden_layers)
     _check_config(config, format, target_name)
     reader = CheckpointReader(source)
     drafter = read_drafter(source, dtype=_dtype_of(reader, config))
+    drafter.config = config
     with whole_folder(destination) as folder:
         provenance = given.get("provenance")
         save_drafter(
@@ -99,6 +102,11 @@ def convert_drafter(
 def _check_config(config: DFlashConfig, format: str, target_name: str | None) -> None:
     """Refuse a format from which the config would not come back as it is."""
     written = write_config(config, format, target_name)
+    if format == "z-lab" and config.num_target_layers is None:
+        raise ConfigError(
+            "the z-lab format states the target's number of layers, and this drafter's config does not say it; "
+            "name the target with --target"
+        )
     again = DFlashConfig.from_dict(written, f"{format} config")
     for field in dataclasses.fields(DFlashConfig):
         before, after = getattr(config, field.name), getattr(again, field.name)

@@ -31,7 +31,7 @@ PAIRS = {
         "speculators",
     ),
     "bidirectional sliding layers": (
-        speculators_json(SLIDING, sliding_window_non_causal=True),
+        speculators_json(SLIDING, sliding_window_non_causal=True, num_target_layers=6),
         "speculators",
         "z-lab",
     ),
@@ -174,3 +174,11 @@ def test_quantised_drafters_and_other_targets_are_refused(tmp_path):
     (source / "config.json").write_text(json.dumps(given | {"quantization_config": {"quant_method": "x"}}))
     with pytest.raises(CheckpointError, match="this drafter is quantised"):
         convert_drafter(source, tmp_path / "b", "speculators")
+
+
+def test_the_targets_depth_is_filled_in_where_the_source_does_not_say_it(tmp_path):
+    source = written(tmp_path / "a", speculators_json())
+    with pytest.raises(ConfigError, match="name the target with --target"):
+        convert_drafter(source, tmp_path / "b", "z-lab")
+    convert_drafter(source, tmp_path / "b", "z-lab", target=tiny_target())
+    assert DFlashConfig.from_file(tmp_path / "b").num_target_layers == tiny_target().num_hidden_layers
