@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from oracle.test_dflash_against_speculators import WINDOW, core, reference_model
 from safetensors.torch import load_file
 
 from lean_laguna.convert.drafter import convert_drafter
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.models.drafter_checkpoint import save_drafter
+from oracle.test_dflash_against_speculators import WINDOW, core, reference_model
 from support.drafters import random_drafter, tiny_target, zlab_json
 
 pytestmark = pytest.mark.oracle

@@ -20,8 +20,8 @@ layer, a vocabulary of its own, ...) is refused, and the reason named.
   SOURCE                    a folder, nano-dflash, or a downloaded repository, in any of the formats
   DESTINATION               a folder that does not exist yet
   --format NAME             laguna (Poolside's), z-lab, speculators, or deepspec (DSpark)
-  --target NAME             also check that it is a drafter for this target, and record it; needed where
-                            z-lab's format is to state a number of layers that SOURCE does not
+  --target NAME             also check that it is a drafter for this target, and record it; z-lab's
+                            format needs it where SOURCE does not say the target's depth
   --json                    one line of JSON last, and nothing else on standard output
 
 example: lean-laguna convert drafter poolside/Laguna-XS.2-speculator.dflash xs2-zlab --format z-lab
