@@ -104,7 +104,7 @@ def _check_config(config: DFlashConfig, format: str, target_name: str | None) ->
     written = write_config(config, format, target_name)
     if format == "z-lab" and config.num_target_layers is None:
         raise ConfigError(
-            "the z-lab format states the target's number of layers, which this drafter's config does not say; "
+            "the z-lab format states the target's number of layers, which this drafter's does not say; "
             "name the target with --target"
         )
     again = DFlashConfig.from_dict(written, f"{format} config")
