@@ -130,6 +130,9 @@ class Bench:
             bytes_of = sum(t.nbytes for t in (*buffers, *self.scratch.keys))
             self.found["scratch_gib"] = round(bytes_of / 2**30, 3)
 
+    def count(self, n: int) -> Tensor:
+        return torch.tensor([n], dtype=torch.int32, device=self.device)
+
     def sync(self) -> None:
         if not self.tiny:
             torch.cuda.synchronize()
@@ -225,7 +228,8 @@ class Bench:
             step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles, library_from=chunk)
             while at < length:
                 n = next_chunk(at, length, chunk)
-                step.run(ids[at : at + n], at, n)
+                step.scratch.input_ids[:n] = ids[at : at + n]
+                step.run(step.scratch.input_ids, at, n)
                 got.append(taps[:n, 0].clone())
                 at += n
             start = weights.embed[ids.long()]
@@ -255,11 +259,18 @@ class Bench:
 
     # --- time
 
-    def whole(self, step: PrefillStep, length: int, chunk: int, long: int | None = None) -> Tensor:
+    def whole(
+        self,
+        step: PrefillStep,
+        length: int,
+        chunk: int,
+        long: int | None = None,
+        tables: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
         at, hidden = 0, self.scratch.normed
         while at < length:
             n = next_chunk(at, length, chunk, long)
-            hidden = step.run(self.scratch.input_ids, at, n)
+            hidden = step.run(self.scratch.input_ids, at, n, tables=tables)
             at += n
         return hidden
 
@@ -269,9 +280,12 @@ class Bench:
 
         def prompt(length: int, chunk: int, longer: int | None) -> Run:
             step = self.step(longer or chunk, tiles)
+            tables = tuple(table[0] for table in self.caches.tables)
+            if length <= short:
+                step.capture(tables)
 
             def run() -> None:
-                hidden = self.whole(step, length, chunk, longer)
+                hidden = self.whole(step, length, chunk, longer, tables)
                 torch.argmax(hidden @ self.weights.head.t(), -1)
 
             return run
@@ -315,26 +329,26 @@ class Bench:
         heads = s.work[rows * shape.width :][: rows * wide].view(rows, wide)
         both, terms = s.work[: rows * (E + 2 * FS)].view(rows, -1), s.work[: rows * A * D].view(rows, A, D)
         shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
-        tile = self.tiles.experts(rows)
+        tile, n = self.tiles.experts(rows), self.count(rows)
         cache, table = self.caches.layers[1], self.caches.tables[1][0]
         names: dict[str, Callable[[LayerWeights], Any]] = {
             "qkv": lambda w: torch.mm(x, w.attention.qkv.t(), out=qkv),
             "out": lambda w: torch.mm(heads, w.attention.out.t(), out=delta),
             "router+shared": lambda w: torch.mm(x, w.mlp.router_gate_up.t(), out=both),
             "shared down": lambda w: torch.mm(shared, w.mlp.shared_down.t(), out=delta),
-            "ready": lambda w: ready_heads(qkv, norms, w.rotary, cache, table, shape, 0, rows, eps=1e-6),
-            "order": lambda w: order_keys(cache, table, s.keys, 0, rows, self.tiles.sliding),
+            "ready": lambda w: ready_heads(qkv, norms, w.rotary, cache, table, shape, 0, n, eps=1e-6),
+            "order": lambda w: order_keys(cache, table, s.keys, 0, 0, n, rows, self.tiles.sliding),
             "attend sliding": lambda w: attend_chunk(
-                qkv, heads, s.keys, table, shape, 0, rows, self.tiles.sliding, begin=0
+                qkv, heads, s.keys, table, shape, 0, n, self.tiles.sliding, begin=0
             ),
-            "silu": lambda w: silu_and_mul(both[:, E:], shared, rows),
-            "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, rows, tile, top_k=A),
-            "add_norm": lambda w: add_norm(hidden, delta, w.mlp.norm, s.normed[:rows], rows, 1e-6),
+            "silu": lambda w: silu_and_mul(both[:, E:], shared, n),
+            "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, n, tile, top_k=A),
+            "add_norm": lambda w: add_norm(hidden, delta, w.mlp.norm, s.normed[:rows], n, 1e-6),
             "combine": lambda w: combine(
-                hidden, terms, delta, w.mlp.norm, s.normed[:rows], rows, 1e-6, scaling=2.5
+                hidden, terms, delta, w.mlp.norm, s.normed[:rows], n, 1e-6, scaling=2.5
             ),
         }
-        out = {}
+        out: dict[str, float] = {}
         for name, body in names.items():
             s.work.normal_()
             run = self.graph(partial(lambda body: [body(layer) for layer in sparse], body))
@@ -377,14 +391,14 @@ class Bench:
         work, wide, begin = self.scratch.work, shape.num_heads * shape.head_dim, None
         if source != "pages":
             ordered = self.scratch.keys
-            begin = order_keys(keys, table, ordered, lowest_key(shape, first), first + n, tile)
+            begin = order_keys(keys, table, ordered, lowest_key(shape, first), first, self.count(n), n, tile)
             keys = ordered
         qkv = work[: rows * shape.width].view(rows, -1)
         qkv.normal_()
-        out = work[rows * shape.width :][: rows * wide].view(rows, wide)
+        out, count = work[rows * shape.width :][: rows * wide].view(rows, wide), self.count(n)
 
         def run() -> None:
-            attend_chunk(qkv, out, keys, table, shape, first, n, tile, begin=begin)
+            attend_chunk(qkv[:n], out, keys, table, shape, first, count, tile, begin=begin)
 
         return run
 
@@ -399,24 +413,27 @@ class Bench:
         out = torch.empty(rows, shape.num_heads * shape.head_dim, dtype=self.dtype, device=self.device)
         norms = (layer.attention.q_norm, layer.attention.k_norm)
         found: dict[str, Any] = {}
+        count = self.count(rows)
         for first in (8192, 16384, 24576):
-            end = first + rows
-            begin = order_keys(pages, table, self.scratch.keys, 0, end, tile)
+            order = partial(order_keys, pages, table, self.scratch.keys, 0, first, count, rows, tile)
+            begin = order()
             self.sync()
             before = time.monotonic()
             past = attend_before(qkv, self.scratch.keys, shape, first)
             self.sync()
             first_call = (time.monotonic() - before) * 1000
-            common = (table, shape, first, rows, tile)
+            common = (table, shape, first, count, tile)
             whole = partial(attend_chunk, qkv, out, self.scratch.keys, *common, begin=begin)
             whole()
             want = out.float()
             whole(past=past)
             found[f"{first}: difference"] = self.row_errors(out.float(), want)
             times = {
-                "order": self.time_ms(partial(order_keys, pages, table, self.scratch.keys, 0, end, tile)),
+                "order": self.time_ms(order),
                 "ready": self.time_ms(
-                    partial(ready_heads, qkv, norms, layer.rotary, pages, table, shape, first, rows, eps=1e-6)
+                    partial(
+                        ready_heads, qkv, norms, layer.rotary, pages, table, shape, first, count, eps=1e-6
+                    )
                 ),
                 "before": self.time_ms(partial(attend_before, qkv, self.scratch.keys, shape, first)),
                 "own": self.time_ms(partial(whole, past=past)),
@@ -450,7 +467,7 @@ class Bench:
 
             def prepare(rows=rows, tile=tile, both=both) -> None:
                 both.normal_()
-                sort_by_expert(both, layers[0].bias, s.sort, rows, rows, tile, top_k=A)
+                sort_by_expert(both, layers[0].bias, s.sort, rows, self.count(rows), tile, top_k=A)
                 s.normed.normal_()
 
             def up(rows=rows, tile=tile, act=act, count=count) -> None:

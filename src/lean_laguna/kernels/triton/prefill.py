@@ -41,6 +41,8 @@ MIN_ROWS = 256
 
 MAX_ORDERED = 65536
 """Keys that are laid in order before attention, 4 KiB each for Laguna-XS; beyond, kernels walk the pages."""
+ORDERED_SLACK = 256
+"""Rows that blocks of ordered keys may need beyond them, on both ends."""
 LIBRARY_FROM = 8192
 """Where a prompt has got so long that the library's attention pays for keys before the chunk."""
 
@@ -79,6 +81,7 @@ class PrefillScratch:
     Attributes:
         rows: C, the most tokens of a chunk.
         input_ids: [C] int32, where a caller may put the chunk's tokens.
+        length: [1] int32, tokens of the chunk.
         hidden: [C, D] residual stream.
         normed: [C, D].
         delta: [C, D] what an attention or MLP block adds.
@@ -89,6 +92,7 @@ class PrefillScratch:
 
     rows: int
     input_ids: Tensor
+    length: Tensor
     hidden: Tensor
     normed: Tensor
     delta: Tensor
@@ -117,7 +121,7 @@ class PrefillScratch:
         longest = min(max_model_len or weights.layers[0].rotary[0].shape[0], MAX_ORDERED)
         # Blocks of keys start at multiples of their own size.
         ordered = (
-            max(longest, *(rows + s.window for s in shapes)) + 256,
+            max(cdiv(longest, rows) * rows, *(rows + s.window for s in shapes)) + ORDERED_SLACK,
             shapes[0].num_kv_heads,
             shapes[0].head_dim,
         )
@@ -126,6 +130,7 @@ class PrefillScratch:
         return cls(
             rows=rows,
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
+            length=torch.zeros(1, dtype=torch.int32, device=device),
             hidden=empty(rows, D),
             normed=empty(rows, D),
             delta=empty(rows, D),
@@ -145,6 +150,11 @@ def _has_library(weight: Tensor) -> bool:
     if not weight.is_cuda or weight.dtype == torch.float32:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def _key(rows: int, input_ids: Tensor, tables: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return what a captured graph depends on besides contents."""
+    return rows, input_ids.data_ptr(), *(table.data_ptr() for table in tables)
 
 
 def _attention_width(layer: LayerWeights) -> int:
@@ -196,6 +206,7 @@ class PrefillStep:
     tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
     _tiles: PrefillTiles = field(init=False, repr=False)
+    _graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Settle what follows from the device."""
@@ -236,63 +247,87 @@ class PrefillStep:
         rows = shape_rows(num_tokens, self.scratch.rows)
         if tables is None:
             tables = tuple(table[slot] for table in self.caches.tables)
-        layers, eps = self.weights.layers, self.weights.eps
+        self.scratch.length.fill_(num_tokens)
+        graph = None if first_position else self._graphs.get(_key(rows, input_ids, tables))
+        if graph is None:
+            self._launch(input_ids, first_position, rows, tables)
+        else:
+            graph.replay()
+        normed = self.scratch.normed
+        return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
+
+    def capture(self, tables: tuple[Tensor, ...]) -> None:
+        """Capture the launches of a prompt's first chunk, one graph a padded shape; they take tens of ms.
+
+        ``run`` replays them where a chunk starts at 0 and is given ``scratch.input_ids`` and these very
+        tables: the same kernels, the same bits. Waits for the device; nothing but scratch is written.
+
+        Args:
+            tables: As for ``run``; what they hold may change later, not where they are.
+        """
+        ids, rows = self.scratch.input_ids, 0
+        if not ids.is_cuda:
+            return
+        # No token: kernels are compiled, and leave.
+        self.scratch.length.fill_(0)
+        while rows < self.scratch.rows:
+            rows = shape_rows(rows + 1, self.scratch.rows)
+            self._launch(ids, 0, rows, tables)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._launch(ids, 0, rows, tables)
+            self._graphs[_key(rows, ids, tables)] = graph
+
+    def _launch(self, input_ids: Tensor, first: int, rows: int, tables: tuple[Tensor, ...]) -> None:
+        """Launch a chunk of ``scratch.length`` tokens."""
+        layers, eps, n = self.weights.layers, self.weights.eps, self.scratch.length
         hidden, normed = self.scratch.hidden[:rows], self.scratch.normed[:rows]
-        embed_norm(
-            input_ids, self.weights.embed, layers[0].attention.input_norm, hidden, normed, num_tokens, eps
-        )
+        embed_norm(input_ids, self.weights.embed, layers[0].attention.input_norm, hidden, normed, n, eps)
         for i, layer in enumerate(layers):
             after = layers[i + 1].attention.input_norm if i + 1 < len(layers) else self.weights.norm
-            self._attend(i, layer, tables[i], rows, first_position, num_tokens)
+            self._attend(i, layer, tables[i], rows, first)
             tap = None
             if self.taps is not None and i in self.tap_layers:
                 tap = self.taps[:, self.tap_layers.index(i)]
             if isinstance(layer.mlp, DenseWeights):
-                self._run_dense(layer.mlp, rows, num_tokens, after, tap)
+                self._run_dense(layer.mlp, rows, after, tap)
             else:
-                self._run_experts(layer.mlp, rows, num_tokens, after, tap)
-        return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
+                self._run_experts(layer.mlp, rows, after, tap)
 
-    def _attend(
-        self, i: int, layer: LayerWeights, table: Tensor, rows: int, first: int, num_tokens: int
-    ) -> None:
+    def _attend(self, i: int, layer: LayerWeights, table: Tensor, rows: int, first: int) -> None:
         """Add attention to the residual stream; leave it normalised for the MLP."""
         scratch, attention = self.scratch, layer.attention
         shape, eps = attention.shape, self.weights.eps
         qkv, heads = _split(scratch.work, rows, shape.width, shape.num_heads * shape.head_dim)
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
         torch.mm(normed, attention.qkv.t(), out=qkv)
-        norms, cache, end = (attention.q_norm, attention.k_norm), self.caches.layers[i], first + num_tokens
-        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, num_tokens, eps=eps)
+        norms, cache, n = (attention.q_norm, attention.k_norm), self.caches.layers[i], scratch.length
+        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         tile, lowest = self._tiles.attention(shape), lowest_key(shape, first)
         keys, begin, past = cache, None, None
-        if shape.window or end <= MAX_ORDERED:
-            keys, begin = scratch.keys, order_keys(cache, table, scratch.keys, lowest, end, tile)
+        if shape.window or first + rows <= scratch.keys[0].shape[0] - ORDERED_SLACK:
+            keys, begin = scratch.keys, order_keys(cache, table, scratch.keys, lowest, first, n, rows, tile)
             if not shape.window and self._leaves_keys(first, tile):
                 past = attend_before(qkv, keys, shape, first)
-        attend_chunk(qkv, heads, keys, table, shape, first, num_tokens, tile, begin=begin, past=past)
+        attend_chunk(qkv, heads, keys, table, shape, first, n, tile, begin=begin, past=past)
         torch.mm(heads, attention.out.t(), out=delta)
-        add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, num_tokens, eps)
+        add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, n, eps)
 
     def _leaves_keys(self, first: int, tile: AttentionTile) -> bool:
         """Say whether a chunk from position ``first`` on leaves the keys before it to the library."""
         return self.library_from is not None and first >= self.library_from and first % tile.keys == 0
 
-    def _run_dense(
-        self, mlp: DenseWeights, rows: int, num_tokens: int, after: Tensor, tap: Tensor | None
-    ) -> None:
+    def _run_dense(self, mlp: DenseWeights, rows: int, after: Tensor, tap: Tensor | None) -> None:
         """Add a dense MLP to the residual stream; leave it normalised for what comes after."""
         scratch = self.scratch
         both, act = _split(scratch.work, rows, mlp.gate_up.shape[0], mlp.down.shape[1])
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
         torch.mm(normed, mlp.gate_up.t(), out=both)
-        silu_and_mul(both, act, num_tokens)
+        silu_and_mul(both, act, scratch.length)
         torch.mm(act, mlp.down.t(), out=delta)
-        add_norm(scratch.hidden[:rows], delta, after, normed, num_tokens, self.weights.eps, tap=tap)
+        add_norm(scratch.hidden[:rows], delta, after, normed, scratch.length, self.weights.eps, tap=tap)
 
-    def _run_experts(
-        self, mlp: SparseWeights, rows: int, num_tokens: int, after: Tensor, tap: Tensor | None
-    ) -> None:
+    def _run_experts(self, mlp: SparseWeights, rows: int, after: Tensor, tap: Tensor | None) -> None:
         """Add the experts to the residual stream; leave it normalised for what comes after."""
         scratch, A = self.scratch, mlp.top_k
         E, D, F = mlp.down.shape
@@ -300,7 +335,7 @@ class PrefillStep:
         both, shared, act, terms = _split(scratch.work, rows, E + 2 * FS, FS, A * F, A * D)
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
         torch.mm(normed, mlp.router_gate_up.t(), out=both)
-        silu_and_mul(both[:, E:], shared, num_tokens)
+        silu_and_mul(both[:, E:], shared, scratch.length)
         torch.mm(shared, mlp.shared_down.t(), out=delta)
         tile = self._tiles.experts(rows)
         sort_by_expert(
@@ -308,7 +343,7 @@ class PrefillStep:
             mlp.bias,
             scratch.sort,
             rows,
-            num_tokens,
+            scratch.length,
             tile,
             top_k=A,
             softcap=mlp.softcap,
@@ -325,7 +360,7 @@ class PrefillStep:
             delta,
             after,
             normed,
-            num_tokens,
+            scratch.length,
             self.weights.eps,
             scaling=mlp.scaling,
             tap=tap,

@@ -24,7 +24,7 @@ READY_ROWS = 16
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["first", "num_tokens"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["table_ptr"])
 def _ready_kernel(
     qkv_ptr,
     q_norm_ptr,
@@ -35,7 +35,7 @@ def _ready_kernel(
     v_cache_ptr,
     table_ptr,
     first,
-    num_tokens,
+    num_tokens_ptr,
     eps,
     WIDTH: tl.constexpr,
     H: tl.constexpr,
@@ -48,7 +48,7 @@ def _ready_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
-    live = row < num_tokens
+    live = row < tl.load(num_tokens_ptr)
     position = first + row
     d = tl.arange(0, P)
     at = row.to(tl.int64) * WIDTH + head * P
@@ -74,7 +74,7 @@ def ready_heads(
     table: Tensor,
     shape: AttentionShape,
     first: int,
-    num_tokens: int,
+    num_tokens: Tensor,
     *,
     eps: float,
 ) -> None:
@@ -88,11 +88,11 @@ def ready_heads(
         table: [.] int32 block table of the sequence.
         shape: Of this layer.
         first: Position of the chunk's first token.
-        num_tokens: Tokens of the chunk.
+        num_tokens: [1] int32, tokens of the chunk.
         eps: Of the norms.
     """
     H, J = shape.num_heads, shape.num_kv_heads
-    _ready_kernel[(cdiv(num_tokens, READY_ROWS), H + J)](
+    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), H + J)](
         qkv,
         *norms,
         *rotary,
@@ -113,7 +113,7 @@ def ready_heads(
     )
 
 
-@triton.jit(do_not_specialize=["begin", "lowest", "end"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["begin", "lowest", "first"], do_not_specialize_on_alignment=["table_ptr"])
 def _order_kernel(
     k_cache_ptr,
     v_cache_ptr,
@@ -122,7 +122,8 @@ def _order_kernel(
     v_ptr,
     begin,
     lowest,
-    end,
+    first,
+    num_tokens_ptr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -131,7 +132,7 @@ def _order_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     position = begin + row
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = (position >= lowest) & (position < end)
+    real = (position >= lowest) & (position < first + tl.load(num_tokens_ptr))
     page = tl.load(table_ptr + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
     source = (page * KV_BLOCK + position % KV_BLOCK)[:, None] * SIZE + i[None, :]
     target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
@@ -146,17 +147,21 @@ def order_keys(
     table: Tensor,
     ordered: tuple[Tensor, Tensor],
     lowest: int,
-    end: int,
+    first: int,
+    num_tokens: Tensor,
+    rows: int,
     tile: AttentionTile,
 ) -> int:
-    """Copy the keys and values at positions ``lowest`` to ``end - 1`` out of their pages, in order.
+    """Copy keys and values out of their pages, in order, from ``lowest`` to the chunk's last.
 
     Args:
         cache: Pages, [num_blocks, kv_block_size, J, P] each.
         table: [.] int32 block table of the sequence.
-        ordered: [S, J, P] each, written; S at least ``end - lowest + 2 * tile.keys``.
+        ordered: [S, J, P] each, written; S at least ``first + rows - lowest + 2 * tile.keys``.
         lowest: First position wanted.
-        end: One past the last.
+        first: Position of the chunk's first token.
+        num_tokens: [1] int32, tokens of the chunk.
+        rows: Its padded shape.
         tile: Of the attention that follows, whose blocks of keys are filled up with zeros.
 
     Returns:
@@ -165,18 +170,19 @@ def order_keys(
     begin = lowest // tile.keys * tile.keys
     size = cache[0].shape[2] * cache[0].shape[3]
     block = min(1024, power_of_two(size))
-    rows = min(8, tile.keys)
-    _order_kernel[(cdiv(end - begin, tile.keys) * tile.keys // rows, cdiv(size, block))](
+    part = min(8, tile.keys)
+    _order_kernel[(cdiv(first + rows - begin, tile.keys) * tile.keys // part, cdiv(size, block))](
         *cache,
         table,
         *ordered,
         begin,
         lowest,
-        end,
+        first,
+        num_tokens,
         SIZE=size,
         BLOCK=block,
         KV_BLOCK=cache[0].shape[1],
-        ROWS=rows,
+        ROWS=part,
         num_warps=4,
     )
     return begin
@@ -293,7 +299,7 @@ def _softplus(gate, DTYPE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first", "num_tokens", "begin", "past_keys"],
+    do_not_specialize=["first", "begin", "past_keys"],
     do_not_specialize_on_alignment=["table_ptr"],
 )
 def _chunk_kernel(
@@ -305,7 +311,7 @@ def _chunk_kernel(
     past_ptr,
     past_lse_ptr,
     first,
-    num_tokens,
+    num_tokens_ptr,
     begin,
     past_keys,
     scale,
@@ -332,6 +338,9 @@ def _chunk_kernel(
     tile = (tl.num_programs(0) - 1 - pid) // H
     head = pid % H
     column = head // (H // J) * P
+    num_tokens = tl.load(num_tokens_ptr)
+    if tile * QUERIES >= num_tokens:
+        return
     row = tile * QUERIES + tl.arange(0, QUERIES)
     live = row < num_tokens
     q_first = first + tile * QUERIES
@@ -430,7 +439,7 @@ def attend_chunk(
     table: Tensor,
     shape: AttentionShape,
     first: int,
-    num_tokens: int,
+    num_tokens: Tensor,
     tile: AttentionTile,
     *,
     begin: int | None = None,
@@ -446,7 +455,7 @@ def attend_chunk(
         table: [.] int32 block table of the sequence; unused with ordered keys.
         shape: Of this layer; causal.
         first: Position of the chunk's first token.
-        num_tokens: Tokens of the chunk.
+        num_tokens: [1] int32, tokens of the chunk.
         tile: By the layer's shape.
         begin: Position of the first ordered key, a multiple of ``tile.keys``; None for pages.
         past: From ``attend_before``: the keys before ``first``, a multiple of ``tile.keys``, are not read
@@ -460,7 +469,7 @@ def attend_chunk(
 
         operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in keys)
     partial, lse = (qkv, qkv) if past is None else past
-    _chunk_kernel[(cdiv(num_tokens, tile.queries) * H,)](
+    _chunk_kernel[(cdiv(qkv.shape[0], tile.queries) * H,)](
         qkv,
         out,
         *operands,

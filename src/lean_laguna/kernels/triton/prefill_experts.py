@@ -64,14 +64,14 @@ class ExpertSort:
         )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _route_kernel(
     scores_ptr,
     bias_ptr,
     weights_ptr,
     ranks_ptr,
     counts_ptr,
-    num_tokens,
+    num_tokens_ptr,
     softcap,
     stride,
     E: tl.constexpr,
@@ -88,7 +88,7 @@ def _route_kernel(
     # route takes rows E apart; these are further apart.
     at = scores_ptr + (row.to(tl.int64) * stride - i * E)[:, None]
     chosen, weights, _ = route(
-        at, bias_ptr, row < num_tokens, softcap, E, E_BLOCK, A, ROWS, SOFTCAP, NORM_TOPK, DTYPE
+        at, bias_ptr, row < tl.load(num_tokens_ptr), softcap, E, E_BLOCK, A, ROWS, SOFTCAP, NORM_TOPK, DTYPE
     )
     chose = chosen.to(tl.int32)
     place = tl.cumsum(chose, 1) - 1
@@ -152,7 +152,7 @@ def sort_by_expert(
     bias: Tensor,
     sort: ExpertSort,
     rows: int,
-    num_tokens: int,
+    num_tokens: Tensor,
     tile: ExpertTile,
     *,
     top_k: int,
@@ -166,7 +166,7 @@ def sort_by_expert(
         bias: [E] float32 correction of the choice.
         sort: Written.
         rows: The chunk's padded shape.
-        num_tokens: Tokens that count; the others choose nothing.
+        num_tokens: [1] int32, tokens that count; the others choose nothing.
         tile: Of the products that follow.
         top_k: Experts a token.
         softcap: tanh bound of the logits, 0 for none.

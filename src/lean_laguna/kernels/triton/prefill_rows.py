@@ -1,7 +1,7 @@
 """What prefill does row by row between products: embedding, norms, residual, SiLU, the sum over experts.
 
-One program a row; rows from ``num_tokens`` on are left as they are. Source: Hugging Face transformers 5.24,
-modeling_laguna.py; rounded where the decode kernels round.
+One program a row; the chunk's number of tokens is read on the device, and rows from it on are left as they
+are. Source: Hugging Face transformers 5.24, modeling_laguna.py; rounded where the decode kernels round.
 """
 
 from __future__ import annotations
@@ -24,9 +24,19 @@ def _store_normed(h, d, out_ptr, weight_ptr, eps, D: tl.constexpr):
 
 @triton.jit
 def _embed_norm_kernel(
-    ids_ptr, table_ptr, weight_ptr, hidden_ptr, normed_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr,
+    table_ptr,
+    weight_ptr,
+    hidden_ptr,
+    normed_ptr,
+    num_tokens_ptr,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(num_tokens_ptr):
+        return
     d = tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row).to(tl.int64)
     h = tl.load(table_ptr + token * D + d, mask=d < D, other=0.0)
@@ -41,6 +51,7 @@ def _add_norm_kernel(
     weight_ptr,
     normed_ptr,
     tap_ptr,
+    num_tokens_ptr,
     eps,
     tap_stride,
     D: tl.constexpr,
@@ -49,6 +60,8 @@ def _add_norm_kernel(
 ):
     DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(num_tokens_ptr):
+        return
     d = tl.arange(0, BLOCK)
     old = tl.load(hidden_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -67,6 +80,7 @@ def _combine_kernel(
     weight_ptr,
     normed_ptr,
     tap_ptr,
+    num_tokens_ptr,
     scaling,
     eps,
     tap_stride,
@@ -77,6 +91,8 @@ def _combine_kernel(
 ):
     DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(num_tokens_ptr):
+        return
     d = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for a in tl.static_range(A):
@@ -93,9 +109,11 @@ def _combine_kernel(
 
 
 @triton.jit
-def _silu_kernel(both_ptr, act_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_kernel(both_ptr, act_ptr, num_tokens_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
     DTYPE: tl.constexpr = act_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(num_tokens_ptr):
+        return
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both_ptr + row * stride + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(both_ptr + row * stride + F + f, mask=f < F, other=0.0).to(tl.float32)
@@ -109,7 +127,7 @@ def embed_norm(
     norm: Tensor,
     hidden: Tensor,
     normed: Tensor,
-    num_tokens: int,
+    num_tokens: Tensor,
     eps: float,
 ) -> None:
     """Copy each token's embedding [D] of ``table`` [V, D] to ``hidden`` [T, D] and its RMSNorm to ``normed``.
@@ -120,12 +138,12 @@ def embed_norm(
         norm: [D] weight of the first layer's input norm.
         hidden: [T, D], written.
         normed: [T, D], written.
-        num_tokens: Rows that count.
+        num_tokens: [1] int32, rows that count.
         eps: Of the norm.
     """
     D = table.shape[1]
-    _embed_norm_kernel[(num_tokens,)](
-        input_ids, table, norm, hidden, normed, eps, D=D, BLOCK=power_of_two(D), num_warps=8
+    _embed_norm_kernel[(hidden.shape[0],)](
+        input_ids, table, norm, hidden, normed, num_tokens, eps, D=D, BLOCK=power_of_two(D), num_warps=8
     )
 
 
@@ -134,7 +152,7 @@ def add_norm(
     delta: Tensor,
     norm: Tensor,
     normed: Tensor,
-    num_tokens: int,
+    num_tokens: Tensor,
     eps: float,
     *,
     tap: Tensor | None = None,
@@ -146,17 +164,18 @@ def add_norm(
         delta: [T, D].
         norm: [D] weight of the next block's RMSNorm.
         normed: [T, D], written.
-        num_tokens: Rows that count.
+        num_tokens: [1] int32, rows that count.
         eps: Of the norm.
         tap: [T, D], any row stride: a second copy of the residual stream, or None.
     """
     D = hidden.shape[1]
-    _add_norm_kernel[(num_tokens,)](
+    _add_norm_kernel[(hidden.shape[0],)](
         hidden,
         delta,
         norm,
         normed,
         hidden if tap is None else tap,
+        num_tokens,
         eps,
         D if tap is None else tap.stride(0),
         D=D,
@@ -172,7 +191,7 @@ def combine(
     shared: Tensor,
     norm: Tensor,
     normed: Tensor,
-    num_tokens: int,
+    num_tokens: Tensor,
     eps: float,
     *,
     scaling: float,
@@ -187,19 +206,20 @@ def combine(
         shared: [T, D] output of the shared expert.
         norm: [D] weight of the next block's RMSNorm.
         normed: [T, D], written.
-        num_tokens: Rows that count.
+        num_tokens: [1] int32, rows that count.
         eps: Of the norm.
         scaling: Factor of the routed sum.
         tap: [T, D], any row stride: a second copy of the residual stream, or None.
     """
     D = hidden.shape[1]
-    _combine_kernel[(num_tokens,)](
+    _combine_kernel[(hidden.shape[0],)](
         hidden,
         terms,
         shared,
         norm,
         normed,
         hidden if tap is None else tap,
+        num_tokens,
         scaling,
         eps,
         D if tap is None else tap.stride(0),
@@ -211,16 +231,16 @@ def combine(
     )
 
 
-def silu_and_mul(both: Tensor, act: Tensor, num_tokens: int) -> None:
+def silu_and_mul(both: Tensor, act: Tensor, num_tokens: Tensor) -> None:
     """Write silu(gate) * up.
 
     Args:
         both: [T, 2F] gate columns, then up columns; any row stride.
         act: [T, F], written.
-        num_tokens: Rows that count.
+        num_tokens: [1] int32, rows that count.
     """
     F = act.shape[1]
     block = min(1024, power_of_two(F))
-    _silu_kernel[(num_tokens, cdiv(F, block))](
-        both, act, both.stride(0), F=F, BLOCK=block, num_warps=max(1, block // 256)
+    _silu_kernel[(act.shape[0], cdiv(F, block))](
+        both, act, num_tokens, both.stride(0), F=F, BLOCK=block, num_warps=max(1, block // 256)
     )

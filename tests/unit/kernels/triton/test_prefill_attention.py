@@ -33,9 +33,10 @@ def dtype(device):
 
 @pytest.mark.parametrize(("shape", "first", "n", "source"), CASES)
 def test_a_chunk_attends_as_plain_attention_does(
-    plain, draw, poisoned, device, dtype, shape, first, n, source
+    plain, draw, poisoned, count, device, dtype, shape, first, n, source
 ):
     H, end, rows = shape.num_heads, first + n, 24
+    length = count(n)
     inv_freq = 10000.0 ** -(torch.arange(shape.rotary_dim // 2, device=device) / (shape.rotary_dim // 2))
     rotary = rotary_tables(inv_freq, 128, 1.1, dtype)
     norms = (draw(P) * 0.2 + 1, draw(P) * 0.2 + 1)
@@ -57,11 +58,11 @@ def test_a_chunk_attends_as_plain_attention_does(
     q, k = plain.rotate(q, cos, sin), plain.rotate(k, cos, sin)
     keys, values = torch.cat((before[0], k)), torch.cat((before[1], v))
 
-    ready_heads(qkv, norms, rotary, cache, table, shape, first, n, eps=EPS)
+    ready_heads(qkv, norms, rotary, cache, table, shape, first, length, eps=EPS)
     begin, past, taken = None, None, cache
     if source != "pages":
         taken = tuple(poisoned(128, J, P) for _ in range(2))
-        begin = order_keys(cache, table, taken, lowest, end, TILE)
+        begin = order_keys(cache, table, taken, lowest, first, length, rows, TILE)
     if source == "past":
         # What a library would have found, the whole padded chunk's.
         old = keys[:first].float().repeat_interleave(H // J, 1)
@@ -72,7 +73,7 @@ def test_a_chunk_attends_as_plain_attention_does(
         past[1][:, :n] = scores.logsumexp(-1)
         for ordered in taken:
             ordered[:first] = float("nan")
-    attend_chunk(qkv, out, taken, table, shape, first, n, TILE, begin=begin, past=past)
+    attend_chunk(qkv, out, taken, table, shape, first, length, TILE, begin=begin, past=past)
 
     expected = plain.attention(q, keys, values, positions, window=shape.window)
     if shape.has_gate:
@@ -86,7 +87,7 @@ def test_a_chunk_attends_as_plain_attention_does(
         torch.testing.assert_close(found, new, atol=bound, rtol=bound)
 
 
-def test_ordered_keys_end_in_zeros(draw, device, poisoned, dtype):
+def test_ordered_keys_end_in_zeros(draw, device, poisoned, count, dtype):
     cache = tuple(poisoned(9, PAGE, J, P) for _ in range(2))
     table = torch.randperm(8, device=device).to(torch.int32) + 1
     want = draw(9, J, P)
@@ -94,7 +95,7 @@ def test_ordered_keys_end_in_zeros(draw, device, poisoned, dtype):
     for pages in cache:
         pages[table[at // PAGE].long(), at % PAGE] = want
     ordered = tuple(poisoned(20, J, P) for _ in range(2))
-    assert order_keys(cache, table, ordered, 18, 27, TILE) == 16
+    assert order_keys(cache, table, ordered, 18, 24, count(3), 3, TILE) == 16
     for found in ordered:
         assert torch.equal(found[2:11], want)
         assert not found[:2].any()

@@ -27,12 +27,13 @@ def sorted_rows(scores, bias, rows, num_tokens, tile):
     sort = ExpertSort.allocate(rows, experts=E, top_k=A, device=scores.device)
     sort.pairs.fill_(-1)
     sort.weights.fill_(float("nan"))
-    sort_by_expert(scores, bias, sort, rows, num_tokens, tile, top_k=A)
+    length = torch.tensor([num_tokens], dtype=torch.int32, device=scores.device)
+    sort_by_expert(scores, bias, sort, rows, length, tile, top_k=A)
     return sort
 
 
 @pytest.mark.parametrize(("favourite", "halves"), [(0.0, False), (9.0, True)])
-def test_experts_equal_their_twin(plain, draw, poisoned, device, dtype, favourite, halves):
+def test_experts_equal_their_twin(plain, draw, poisoned, count, device, dtype, favourite, halves):
     rows, n, tile = 64, 41, ExpertTile(32, 16, 32, 16, 4, 4, 2, 2, halves=halves)
     scores, bias = poisoned(rows, E + 3), draw(E, of=torch.float32)
     scores[:n] = draw(n, E + 3)
@@ -46,7 +47,7 @@ def test_experts_equal_their_twin(plain, draw, poisoned, device, dtype, favourit
     expert_chunk_down(act, down, sort, terms, num_tiles, tile)
     shared, hidden, norm, normed = draw(n, D), draw(n, D), draw(D), poisoned(rows, D)
     found, tap = hidden.clone(), poisoned(n, 2, D)
-    combine(found, terms.view(rows, A, D), shared, norm, normed, n, 1e-6, scaling=2.5, tap=tap[:, 1])
+    combine(found, terms.view(rows, A, D), shared, norm, normed, count(n), 1e-6, scaling=2.5, tap=tap[:, 1])
 
     weights, ids = plain.route(scores[:n, :E], bias, A)
     routed = plain.moe(x[:n], up, down, weights, ids).to(dtype)
