@@ -1,10 +1,14 @@
+import dataclasses
+
 import pytest
 import torch
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.dspark_config import DSparkHeads
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.train.blocks import make_blocks, sample_anchors
-from lean_laguna.train.drafter_forward import block_hidden
+from lean_laguna.train.drafter_forward import block_hidden, draft_logits, proposal_rows
 
 MASK = 12
 
@@ -90,6 +94,78 @@ def test_a_block_does_not_see_the_anchors_state_or_anything_later(causal):
             other_aux = aux.clone()
             other_aux[b, a - 1] = 7.0
             assert not torch.equal(hidden(tokens, other_aux)[b, j], before[b, j])  # the test can see a change
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sdpa"])
+def test_a_dspark_block_depends_on_its_own_tokens_up_to_the_one_before_and_on_nothing_later(is_shifted, kind):
+    torch.manual_seed(0)
+    base = drafter_config(causal=False)
+    config = dataclasses.replace(base, dspark=DSparkHeads(4), sample_from_anchor=is_shifted)
+    drafter = DSparkDrafter(config)
+    drafter.init_weights(0.2)
+    torch.nn.init.normal_(drafter.markov_w2)
+    embedding, head = torch.randn(32, 16), torch.randn(32, 16)
+    tokens, aux = torch.randint(13, 32, (2, 16)), torch.randn(2, 16, 2, 16)
+    anchors = torch.tensor([[3, 4, 6, 9], [2, 5, 7, 11]])  # closer than a block: blocks overlap
+    valid, loss_mask = torch.ones_like(anchors, dtype=torch.bool), torch.ones(2, 16, dtype=torch.bool)
+
+    def logits(tokens, aux):
+        blocks = make_blocks(tokens, loss_mask, anchors, valid, 5, MASK, sample_from_anchor=is_shifted)
+        hidden = block_hidden(drafter, embedding[blocks.input_ids], aux, blocks, kind)
+        rows = proposal_rows(drafter, hidden, blocks.previous)
+        return draft_logits(drafter, head, *rows).unflatten(0, (2, 4))
+
+    before = logits(tokens, aux)
+    num_drafts = before.shape[2]
+    for b in range(2):
+        for j in range(4):
+            a = int(anchors[b, j])
+            other_aux = aux.clone()
+            other_aux[b, a:] = 7.0
+            assert torch.equal(logits(tokens, other_aux)[b, j], before[b, j])
+            for k in range(num_drafts):  # draft k reads tokens up to the one before it
+                other = tokens.clone()
+                other[b, a + k + 1 :] = 0
+                assert torch.equal(logits(other, aux)[b, j, k], before[b, j, k])
+                if k:
+                    other[b, a + k] = 0
+                    assert not torch.equal(logits(other, aux)[b, j, k], before[b, j, k])
+
+
+def test_a_shifted_block_proposes_for_the_same_tokens_from_one_slot_less():
+    tokens = torch.arange(100, 112)[None]
+    loss_mask, anchors = torch.ones(1, 12, dtype=torch.bool), torch.tensor([[2, 7]])
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    plain = make_blocks(tokens, loss_mask, anchors, valid, 4, MASK)
+    shifted = make_blocks(tokens, loss_mask, anchors, valid, 3, MASK, sample_from_anchor=True)
+    for name in ("labels", "label_mask", "previous"):
+        assert torch.equal(getattr(plain, name), getattr(shifted, name))
+    assert plain.previous.tolist() == [[102, 103, 104], [107, 108, 109]]
+    assert shifted.input_ids.tolist() == [[102, MASK, MASK], [107, MASK, MASK]]
+
+
+def test_packed_documents_give_the_rows_of_each_alone():
+    torch.manual_seed(0)
+    drafter = DFlashDrafter(drafter_config())
+    drafter.init_weights(0.2)
+    embedding = torch.randn(32, 16)
+    lengths = (9, 7)
+    tokens, aux = torch.randint(13, 32, (1, 16)), torch.randn(1, 16, 2, 16)
+    documents = torch.tensor([[0] * lengths[0] + [1] * lengths[1]])
+    loss_mask, anchors = torch.ones(1, 16, dtype=torch.bool), torch.tensor([[2, 5, 10, 12]])
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    for kind in ("dense", "sdpa"):
+        blocks = make_blocks(tokens, loss_mask, anchors, valid, 4, MASK, documents)
+        packed = block_hidden(drafter, embedding[blocks.input_ids], aux, blocks, kind)
+        alone = []
+        for start, length, at in ((0, lengths[0], [2, 5]), (lengths[0], lengths[1], [1, 3])):
+            part = slice(start, start + length)
+            own = make_blocks(tokens[:, part], loss_mask[:, part], torch.tensor([at]), valid[:, :2], 4, MASK)
+            alone.append(block_hidden(drafter, embedding[own.input_ids], aux[:, part], own, kind))
+            assert torch.equal(own.label_mask, blocks.label_mask[2 * (start > 0) :][:2])
+        # Sums over more masked keys, in another order.
+        torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_a_causal_block_gives_the_same_rows_when_it_is_shorter():
