@@ -81,11 +81,11 @@ class LayersBench(Bench):
         for label, cuda, launch, ahead, spread in (
             ("triton, plain", False, self.launch(8, False), 0, 1),
             ("cuda, plain", True, self.launch(8, False), 0, 1),
+            ("cuda, plain, 2", True, self.launch(8, False), 0, 2),
             ("cuda, early", True, self.launch(8, True), 0, 1),
-            ("cuda, early, 2 a multiprocessor", True, self.launch(8, True), 0, 2),
-            ("cuda, early, 16 MB ahead", True, self.launch(8, True), 1024, 1),
-            ("cuda, early, 24 MB ahead", True, self.launch(8, True), 1536, 1),
-            ("cuda, early, 16 MB ahead, 16 columns", True, self.launch(16, True), 1024, 1),
+            ("cuda, early, 2", True, self.launch(8, True), 0, 2),
+            ("cuda, early, 2, 16 MB ahead", True, self.launch(8, True), 1024, 2),
+            ("cuda, early, 2, 16 columns", True, self.launch(16, True), 0, 2),
         ):
             self.use_cuda = cuda
             self.cuda.fetches_ahead = ahead > 0
@@ -102,8 +102,9 @@ class LayersBench(Bench):
             print(row, flush=True)
             table.append(row)
         self.use_cuda = True
-        products.PROGRAMS = 1
-        cuda_attention.AHEAD_BYTES = 1024
+        products.PROGRAMS = 2
+        cuda_attention.AHEAD_BYTES = 0
+        self.cuda.fetches_ahead = False
         return table
 
     def profile_cuda(self) -> dict[str, Any]:

@@ -108,7 +108,10 @@ static inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; 
 static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-DEVICE uint4 load_weight(const u16 *p) { return *(const uint4 *)p; }
+DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
+    if (wanted) memcpy(to, from, 16);
+}
+template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }

@@ -1,5 +1,7 @@
-// What every kernel here is made of: streamed weight loads, one matrix instruction, early launch.
+// What every kernel here is made of: streamed weights, one matrix instruction, early launch.
 //
+// A lane copies the fragments it multiplies into its own slots of a ring in shared memory, and reads them back
+// itself: many bytes in flight, no registers held and no barrier.
 // Tokens are the 16 rows of mma.m16n8k16 and 8 weight rows its columns, so a token's sums never meet another
 // token's. The order of k inside a block of 32 is permuted alike for both operands: lane (g, t) holds eight
 // consecutive elements of row g, and a 16-byte load is a fragment.
@@ -17,11 +19,15 @@ typedef unsigned long long u64;
 #define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
-DEVICE uint4 load_weight(const u16 *p) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+// 16 bytes of weights on their way into shared memory, or nothing; a group of its own either way.
+DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    if (wanted) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Wait until at most `PENDING` of this thread's groups are on their way.
+template <int PENDING> DEVICE void wait_for_stream() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 // Ask for a line of 128 bytes into L2: a hint, results never depend on it.
 DEVICE void prefetch_line(const u16 *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

@@ -74,7 +74,8 @@ def _function(source: Source, device_index: int, shared_bytes: int) -> ctypes.c_
         _cuda().cuFuncSetAttribute(function, _MAX_SHARED, shared_bytes),
         f"{source.name}: {shared_bytes} bytes",
     )
-    # One split of L1 for all: a multiprocessor must run empty before it can change it, and kernels overlap.
+    # All of L1 as shared memory, where weights land: a multiprocessor must run empty before it can change the
+    # split, and kernels overlap.
     _check(_cuda().cuFuncSetAttribute(function, _CARVEOUT, 100), source.name)
     return function
 

@@ -17,7 +17,8 @@
 KERNEL(WARPS * 32, COLS > 8 ? 1 : 2)
 experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 *weight, const u16 *shared_weight,
              u16 *hidden, u16 *tap, const int *num_rows, float scaling, int tap_stride) {
-    EXTERN_SHARED(u16, tokens);
+    EXTERN_SHARED(u16, ring);
+    u16 *tokens = ring + RING * WARPS * 256;
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + WARPS * COLS * 32);
@@ -28,24 +29,25 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
     const u16 *own = weight + (size_t)(blockIdx.x * 16 + g) * F + warp * PART + 8 * t;
     for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
         ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
-    uint4 shared_ring[2][SHARED_LOADS], ring[AHEAD][2][LOADS];
+    uint4 shared_rows[2][SHARED_LOADS];
 #pragma unroll
     for (int j = 0; j < SHARED_LOADS; j++) {
-        shared_ring[0][j] = load_weight(shared_own + j * 32);
-        shared_ring[1][j] = load_weight(shared_own + 8 * FS + j * 32);
+        shared_rows[0][j] = *(const uint4 *)(shared_own + j * 32);
+        shared_rows[1][j] = *(const uint4 *)(shared_own + 8 * FS + j * 32);
     }
     const int live = load_fresh32(num_rows);
     __syncthreads();
     const int num_slots = routing.num_slots;
+    u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         if (i < num_slots) {
             const u16 *from = own + (size_t)routing.experts[i] * (N * F);
 #pragma unroll
-            for (int k = 0; k < LOADS; k++) {
-                ring[i][0][k] = load_weight(from + k * 32);
-                ring[i][1][k] = load_weight(from + 8 * F + k * 32);
-            }
+            for (int k = 0; k < LOADS; k++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    copy_async(slot + ((i * LOADS + k) * 2 + half) * WARPS * 256, from + half * 8 * F + k * 32, true);
         }
     let_next_start();
     wait_for_inputs();
@@ -68,10 +70,10 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
     for (int first = 0; first < num_slots; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const int slot = first + i, next = slot + AHEAD;
-            if (slot >= num_slots) break;
-            const int rank = has_low ? routing.rank[slot][g] : NOT_CHOSEN;
-            const int rank8 = has_high ? routing.rank[slot][g + 8] : NOT_CHOSEN;
+            const int expert = first + i, next = expert + AHEAD;
+            if (expert >= num_slots) break;
+            const int rank = has_low ? routing.rank[expert][g] : NOT_CHOSEN;
+            const int rank8 = has_high ? routing.rank[expert][g + 8] : NOT_CHOSEN;
             const bool takes = rank != NOT_CHOSEN, takes8 = rank8 != NOT_CHOSEN;
             const u16 *a = a_at + (takes ? rank : 0) * STRIDE, *a8 = a8_at + (takes8 ? rank8 : 0) * STRIDE;
             const u16 *from = own + (size_t)routing.experts[next < num_slots ? next : 0] * (N * F);
@@ -82,12 +84,14 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
                 const uint4 x8 = takes8 ? *(const uint4 *)(a8 + k * 32) : zero;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    multiply_block(even[half], odd[half], x, x8, ring[i][half][k]);
-                    if (next < num_slots) ring[i][half][k] = load_weight(from + half * 8 * F + k * 32);
+                    u16 *own_slot = slot + ((i * LOADS + k) * 2 + half) * WARPS * 256;
+                    wait_for_stream<RING - 1>();
+                    multiply_block(even[half], odd[half], x, x8, *(const uint4 *)own_slot);
+                    stream(own_slot, from + half * 8 * F + k * 32, next < num_slots);
                 }
             }
-            const float by = takes ? routing.slot_weights[slot][g] : 0.0f;
-            const float by8 = takes8 ? routing.slot_weights[slot][g + 8] : 0.0f;
+            const float by = takes ? routing.slot_weights[expert][g] : 0.0f;
+            const float by8 = takes8 ? routing.slot_weights[expert][g + 8] : 0.0f;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (takes) {
@@ -110,7 +114,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
         for (int k = 0; k < SHARED_LOADS; k++) {
             const u16 *a = shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t + k * 32;
             multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                           has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero, shared_ring[half][k]);
+                           has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero, shared_rows[half][k]);
         }
         *(float2 *)(mine + half * 8) = make_float2(total[half][0], total[half][1]);
         *(float2 *)(mine + 16 + half * 8) = make_float2(even[0] + odd[0], even[1] + odd[1]);

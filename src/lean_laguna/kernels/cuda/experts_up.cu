@@ -13,7 +13,8 @@
 KERNEL(WARPS * 32, 2)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
            u16 *shared_act, int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
-    EXTERN_SHARED(u16, tokens);
+    EXTERN_SHARED(u16, ring);
+    u16 *tokens = ring + RING * WARPS * 256;
     float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -23,12 +24,13 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)) * K + own;
     const size_t routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F)) * K + own;
 
-    uint4 ring[RING];
+    u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
         if (unit < shared_units)
-            ring[j] = load_weight(shared_weight + shared_row + (size_t)unit * 4 * K + (j % LOADS) * 32);
+            copy_async(slot + j * WARPS * 256, shared_weight + shared_row + (size_t)unit * 4 * K + (j % LOADS) * 32,
+                       true);
     }
     const int live = load_fresh32(num_rows);
     wait_for_inputs();
@@ -47,10 +49,12 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         return weight + (size_t)routing.experts[routed / (F / 4)] * 2 * F * K + (size_t)(routed % (F / 4)) * 4 * K +
                routed_row;
     };
+    // The tokens and the shared expert's weights have had the time of the routing to come.
+    wait_for_copies();
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
-        if (unit >= shared_units && unit < count) ring[j] = load_weight(start_of(unit) + (j % LOADS) * 32);
+        stream(slot + j * WARPS * 256, start_of(unit) + (j % LOADS) * 32, unit >= shared_units && unit < count);
     }
     if (blockIdx.x == 0) {
         for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
@@ -60,7 +64,6 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         __syncthreads();
         let_next_start();
     }
-    wait_for_copies();
     __syncthreads();
 
     const u16 *a_at = tokens + g * STRIDE + own;
@@ -74,9 +77,11 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
             const int at = j % LOADS, unit = first + (j / LOADS) * step;
             if (at == 0) next = start_of(unit + UNITS * step);
             const u16 *a = a_at + at * 32;
+            wait_for_stream<RING - 1>();
             multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                           has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero, ring[j]);
-            if (unit + UNITS * step < count) ring[j] = load_weight(next + at * 32);
+                           has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
+                           *(const uint4 *)(slot + j * WARPS * 256));
+            stream(slot + j * WARPS * 256, next + at * 32, unit + UNITS * step < count);
             if (at == LOADS - 1 && unit < count) {
                 float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
                 *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);

@@ -18,18 +18,23 @@ from lean_laguna.kernels.triton.weights import SparseWeights
 WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
-"""16-byte loads that a lane keeps in flight: 64 registers."""
-PROGRAMS = 1
-"""Of a streaming kernel on each multiprocessor; the registers hold two, this kernel's and the next one's."""
+"""16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
+ADD_RING = 12
+DOWN_RING = 8
+PROGRAMS = 2
+"""Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
+first takes its place."""
 MAX_EXPERTS = 256
 TABLE_BYTES = 1 << 15
 """Enough for the routing tables of 16 rows."""
 
 
-def _ring(num_loads: int) -> int:
-    if num_loads <= MAX_RING:
-        return num_loads * (MAX_RING // num_loads)
-    return max(n for n in range(1, MAX_RING + 1) if num_loads % n == 0)
+def _ring(num_loads: int, most: int = 0) -> int:
+    """Return a ring's length: units as a whole if they fit, otherwise an even part of one."""
+    most = most or MAX_RING
+    if num_loads <= most:
+        return num_loads * (most // num_loads)
+    return max(n for n in range(1, most + 1) if num_loads % n == 0)
 
 
 def fits_project(weight: Tensor, *, gated: bool = False) -> bool:
@@ -67,18 +72,19 @@ def project(
     """
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
+    ring = _ring(k // THREADS)
     source = Source.of(
         "project",
         K=k,
         N=n,
         WARPS=WARPS,
-        RING=_ring(k // THREADS),
+        RING=ring,
         COLS=launch.cols,
         GATED=gated,
         NORMED=normed is not None,
         PROGRAMS=2,
     )
-    shared = launch.cols * (k + 8) * 2 + k * 2 + 2 * WARPS * launch.cols * 8 * 4
+    shared = ring * THREADS * 16 + launch.cols * (k + 8) * 2 + k * 2 + 2 * WARPS * launch.cols * 8 * 4
     grid = min(units, PROGRAMS * multiprocessors(x.device))
     arguments = (x, norm, weight, out, normed, num_rows, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
@@ -104,18 +110,20 @@ def project_add(
     """
     n, k = weight.shape
     blocks = k // THREADS
+    ring = min(ADD_RING, blocks)
     source = Source.of(
         "project_add",
         K=k,
         N=n,
         WARPS=WARPS,
-        RING=min(8, blocks),
+        RING=ring,
         AHEAD=min(4 if launch.cols <= 8 else 2, blocks),
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     arguments = (x, weight, hidden, tap, num_rows, *strides)
-    launch_kernel(source, n // 16, THREADS, WARPS * launch.cols * 16 * 4, arguments, launch)
+    shared = 2 * ring * THREADS * 16 + WARPS * launch.cols * 16 * 4
+    launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
 
 
 def fits_experts(mlp: SparseWeights) -> bool:
@@ -182,23 +190,26 @@ def run_experts(
         "NORM_TOPK": mlp.norm_topk,
     }
     table_bytes = _routing_bytes(experts, mlp.top_k, cols)
-    up = Source.of("experts_up", K=d, RING=_ring(d // THREADS), **constants)
+    ring = _ring(d // THREADS)
+    up = Source.of("experts_up", K=d, RING=ring, **constants)
     up_arguments = (normed, scores, mlp.bias, mlp.gate_up, shared_rows, routing.act, shared_act)
     launch_kernel(
         up,
         PROGRAMS * multiprocessors(hidden.device),
         THREADS,
-        cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
+        ring * THREADS * 16 + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )
-    down = Source.of("experts_down", N=d, RING=_ring(2 * f // THREADS), **constants)
+    ring = _ring(2 * f // THREADS, DOWN_RING)
+    down = Source.of("experts_down", N=d, RING=ring, **constants)
+    staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
     down_arguments = (routing.act, shared_act, tables, mlp.down, mlp.shared_down, hidden, tap)
     launch_kernel(
         down,
         d // 16,
         THREADS,
-        cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2 + WARPS * cols * 32 * 4 + table_bytes,
+        ring * THREADS * 16 + staged + WARPS * cols * 32 * 4 + table_bytes,
         (*down_arguments, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0)),
         launch,
     )

@@ -1,6 +1,6 @@
 // Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K row length; N output columns; WARPS that share a row; RING loads in flight a lane; COLS tokens (8 or 16);
+// -D: K row length; N output columns; WARPS that share a row; RING 16-byte loads in flight a lane; COLS tokens (8 or 16);
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
 #include "common.cuh"
@@ -20,7 +20,8 @@ DEVICE size_t row_at(int unit, int g) {
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows, float eps,
         int x_stride, int out_stride) {
-    EXTERN_SHARED(u16, tokens);
+    EXTERN_SHARED(u16, ring);
+    u16 *tokens = ring + RING * WARPS * 256;
     u16 *scale = tokens + COLS * STRIDE;
     float *sums = (float *)(scale + K);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -28,21 +29,30 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     const u16 *own = weight + warp * PART + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
-    uint4 ring[RING];
+    u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
-        ring[j] = unit < count ? load_weight(own + row_at(unit, g) + (j % LOADS) * 32) : zero;
+        stream(slot + j * WARPS * 256, own + row_at(unit, g) + (j % LOADS) * 32, unit < count);
     }
-    for (int k = thread * 8; k < K; k += WARPS * 256) copy_async(scale + k, norm + k, true);
+    for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
     // How many rows there are changes only at the end of a step.
     const int live = load_fresh32(num_rows);
     let_next_start();
     wait_for_inputs();
-    for (int row = warp; row < live; row += WARPS)
-        for (int k = lane * 8; k < K; k += 256)
-            copy_async(tokens + row * STRIDE + k, x + (size_t)row * x_stride + k, true);
-    wait_for_copies();
+    for (int first = 0; first < live * (K / 8); first += 8 * WARPS * 32) {
+        uint4 piece[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int at = first + i * WARPS * 32 + thread, row = at / (K / 8);
+            if (row < live) piece[i] = load_fresh(x + (size_t)row * x_stride + at % (K / 8) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int at = first + i * WARPS * 32 + thread, row = at / (K / 8);
+            if (row < live) *(uint4 *)(tokens + row * STRIDE + at % (K / 8) * 8) = piece[i];
+        }
+    }
     __syncthreads();
     for (int row = warp; row < live; row += WARPS) {
         u16 *own_row = tokens + row * STRIDE;
@@ -69,11 +79,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
             for (int j = 0; j < RING; j++) {
                 const int at = LOADS <= RING ? j % LOADS : turn * RING + j;
                 const u16 *a = a_at + at * 32;
+                wait_for_stream<RING - 1>();
                 multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero, ring[j]);
+                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
+                               *(const uint4 *)(slot + j * WARPS * 256));
                 int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
                 int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
-                ring[j] = unit < count ? load_weight(own + row_at(unit, g) + k * 32) : zero;
+                stream(slot + j * WARPS * 256, own + row_at(unit, g) + k * 32, unit < count);
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {

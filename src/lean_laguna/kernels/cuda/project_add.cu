@@ -1,6 +1,6 @@
 // Project and add to the residual: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS as in project.cu; WARPS that share a row; RING blocks of 32 k in flight; AHEAD blocks of x.
+// -D: K, N, COLS as in project.cu; WARPS that share a row; RING blocks of 32 k on their way; AHEAD blocks of x.
 // One program owns 16 weight rows: the grid is N / 16. x comes straight from L2, each warp its own part of K.
 #include "common.cuh"
 
@@ -10,16 +10,18 @@
 KERNEL(WARPS * 32, 2)
 project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *num_rows, int x_stride,
             int hidden_stride, int tap_stride) {
-    EXTERN_SHARED(float, sums);
+    EXTERN_SHARED(u16, ring);
+    float *sums = (float *)(ring + RING * 2 * WARPS * 256);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const u16 *first = weight + (size_t)(blockIdx.x * 16 + g) * K + warp * PART + 8 * t;
     const u16 *second = first + (size_t)8 * K;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    uint4 ring[RING][2], a[AHEAD], a8[AHEAD];
+    uint4 a[AHEAD], a8[AHEAD];
+    u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
-        ring[j][0] = load_weight(first + j * 32);
-        ring[j][1] = load_weight(second + j * 32);
+        stream(slot + 2 * j * WARPS * 256, first + j * 32, true);
+        stream(slot + (2 * j + 1) * WARPS * 256, second + j * 32, true);
     }
     const int live = load_fresh32(num_rows);
     let_next_start();
@@ -39,12 +41,11 @@ project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *n
 #pragma unroll
     for (int k = 0; k < BLOCKS; k++) {
         const int j = k % RING, i = k % AHEAD;
-        multiply_block(even[0], odd[0], a[i], a8[i], ring[j][0]);
-        multiply_block(even[1], odd[1], a[i], a8[i], ring[j][1]);
-        if (k + RING < BLOCKS) {
-            ring[j][0] = load_weight(first + (k + RING) * 32);
-            ring[j][1] = load_weight(second + (k + RING) * 32);
-        }
+        wait_for_stream<2 * RING - 2>();
+        multiply_block(even[0], odd[0], a[i], a8[i], *(const uint4 *)(slot + 2 * j * WARPS * 256));
+        multiply_block(even[1], odd[1], a[i], a8[i], *(const uint4 *)(slot + (2 * j + 1) * WARPS * 256));
+        stream(slot + 2 * j * WARPS * 256, first + (k + RING) * 32, k + RING < BLOCKS);
+        stream(slot + (2 * j + 1) * WARPS * 256, second + (k + RING) * 32, k + RING < BLOCKS);
         if (k + AHEAD < BLOCKS) {
             a[i] = has_low ? load_fresh(x_at + (k + AHEAD) * 32) : zero;
             a8[i] = has_high ? load_fresh(x_at + (size_t)8 * x_stride + (k + AHEAD) * 32) : zero;
