@@ -13,8 +13,9 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $$( \
 
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+FUZZ := $(VENV)/fuzz
 
-.PHONY: demo test test-all check lint bench clean
+.PHONY: demo test test-all check lint bench fuzz clean
 
 demo: $(RUN_STAMP)  ## a real model writes Python, without and with its drafter, side by side
 	@$(BIN)/lean-laguna bench --demo
@@ -38,6 +39,9 @@ lint: $(DEV_STAMP)  ## mend what the linters can mend
 bench: $(RUN_STAMP)  ## the numbers of the README, written to results/
 	@sh scripts/bench_readme.sh $(BIN)
 
+fuzz: $(RUN_STAMP) $(FUZZ)/bin/st  ## 10,000 requests made from the server's own description: no 5xx, no dropped connection
+	@sh scripts/fuzz_server.sh $(BIN) $(FUZZ)/bin 10000
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
 
@@ -53,7 +57,12 @@ $(RUN_STAMP): requirements/run.txt pyproject.toml | $(BIN)/python
 	@$(PIP) --no-deps --no-build-isolation -e . || $(PIP) --no-deps -e .
 	@touch $@
 
-$(DEV_STAMP): $(RUN_STAMP) $(wildcard requirements/*.txt)
+$(FUZZ)/bin/st: requirements/fuzz.txt | $(BIN)/python
+	@$(PYTHON) -m venv $(FUZZ)
+	@$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/fuzz.txt
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP) $(filter-out requirements/fuzz.txt,$(wildcard requirements/*.txt))
 	@echo "installing what the tests need (once)"
 	@$(PIP) -r requirements/dev.txt
 	@$(PIP) -r requirements/oracle.txt

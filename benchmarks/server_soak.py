@@ -4,8 +4,8 @@
 
 Each request's right answer is known beforehand, from the same request alone. What counts as lost: a stream
 that ends without its finish reason; mixed: text that is not the right answer, or not its beginning where the
-client left; stuck: no end in time. At the end nothing may run, no KV block may be held, and the server's memory
-must not have grown since the first tenth of the run. Exit status 1 where one of these fails.
+client left; stuck: no end in time. At the end nothing may run, no KV block may be held, and the memory of the
+server must not have grown since the first tenth of the run. Exit status 1 where one of these fails.
 """
 
 from __future__ import annotations
