@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(is_json=args.json)
     source = open_source(resolve_model(args.source))
     text = _text(args, source)
-    workers = args.workers or os.cpu_count() or 1
+    workers = args.workers or torch.get_num_threads()
     report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
-    torch.set_num_threads(1)  # each of our threads has a weight of its own
     schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
     started = time.monotonic()
     with terminal.progress() as show:
@@ -99,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
             progress=show,
         )
     report |= _describe(result, schemes, source, time.monotonic() - started)
-    torch.set_num_threads(workers)
     _table(report, terminal)
     if args.check:
         report |= _quality(args, source, text, terminal)

@@ -20,7 +20,7 @@ from typing import Any
 from lean_laguna.convert.quantize_config import quantization_json
 from lean_laguna.convert.shard_writer import ShardWriter
 from lean_laguna.convert.source import Source
-from lean_laguna.convert.weight_encoder import WeightEncoder, WeightError
+from lean_laguna.convert.weight_encoder import WeightEncoder, WeightError, encoder_pool
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.files import atomic_write_json, parse_json
 from lean_laguna.quant.scheme import TensorSpec, WeightScheme
@@ -118,7 +118,7 @@ def quantize(
         partial.mkdir(parents=True, exist_ok=True)
         encoder = WeightEncoder(source, schemes, shares_divisors=shares_divisors)
         run = _Run(source, partial, encoder, state, is_checked, progress)
-        with ThreadPoolExecutor(num_workers) as pool:
+        with encoder_pool(num_workers) as pool:
             for file, specs in layouts.items():
                 run.convert(file, specs, schemes, pool)
         written = sum(state.files.values())

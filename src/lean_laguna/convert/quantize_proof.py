@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from lean_laguna.convert.modules import fused_set, plain_name
 from lean_laguna.convert.quantize_plan import as_written
 from lean_laguna.convert.source import Source
-from lean_laguna.convert.weight_encoder import WeightEncoder
+from lean_laguna.convert.weight_encoder import WeightEncoder, encoder_pool
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.quantised_reader import QuantisedReader
 from lean_laguna.quant.scheme import WeightScheme
@@ -72,7 +71,7 @@ def prove(source: Source, model: Source, *, num_workers: int = 1) -> Proof:
             )
     is_shared = shares_divisors(model)
     encoder = WeightEncoder(source, schemes, shares_divisors=is_shared)
-    with ThreadPoolExecutor(num_workers) as pool:
+    with encoder_pool(num_workers) as pool:
         counts = list(pool.map(lambda pair: _compare(encoder, model, schemes[pair[0]], *pair), pairs.items()))
     differing = tuple(theirs for theirs, (_, odd) in zip(pairs.values(), counts, strict=True) if odd)
     return Proof(
