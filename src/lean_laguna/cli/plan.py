@@ -27,7 +27,7 @@ streams that fit; vLLM's arithmetic beside ours. Exit status 1 where it does not
   --streams N               requests at once, each of that length (1)
   --dtype TYPE              bfloat16 (usual) or float32, of unquantised weights, keys and values
   --no-prefix-caching       no room for cached ends of prompts
-  --prefill-chunk-size N, --kv-block-size N     as the engine is configured (256, 16)
+  --prefill-chunk-size N    prompt rows per step (2048, on a CPU 256); --kv-block-size N (16)
   --vllm-kv-dtype TYPE      auto (what the checkpoint asks for), bfloat16 or fp8
   --max-num-batched-tokens N                    vLLM's rows per step (8192)
   --cap                     also the systemd-run line that caps a run's memory, start-up included
@@ -47,7 +47,7 @@ def build_parser() -> Parser:
     parser.add_argument("--streams", type=whole(1, 1 << 20), default=1)  # type: ignore[arg-type]
     parser.add_argument("--dtype", type=one_of("bfloat16", "float32"))  # type: ignore[arg-type]
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--prefill-chunk-size", type=whole(1), default=256)  # type: ignore[arg-type]
+    parser.add_argument("--prefill-chunk-size", type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--kv-block-size", type=whole(1), default=16)  # type: ignore[arg-type]
     parser.add_argument("--vllm-kv-dtype", type=one_of("auto", "bfloat16", "fp8"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--max-num-batched-tokens", type=whole(1), default=8192)  # type: ignore[arg-type]

@@ -29,6 +29,12 @@ GROUP_LABELS = {
     "draft_full": "drafter, full",
     "draft_sliding": "drafter, sliding",
 }
+CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 256, 2048
+GPU_STEPS_AHEAD = 2
+"""As ``engine.llm_engine`` and ``engine.gpu_engine`` have them; a test holds them equal."""
+GPU_ROWS, MAX_ORDERED_KEYS, ORDERED_SLACK = 16, 65536, 256
+SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
+"""As the Triton kernels have them, which need not be installed to plan; a test holds them equal."""
 DEVICE_BYTES = 3 * GIB // 4
 """What CUDA's context, loaded kernels and captured graphs take on a device; assumed, not ours to allocate."""
 
@@ -39,17 +45,22 @@ class EngineLimits:
 
     Attributes:
         dtype: ``bfloat16`` or ``float32``, of unquantised weights, keys and values.
-        prefill_chunk_size: Prompt rows per step.
+        prefill_chunk_size: Prompt rows per step; None takes the engine's own.
         kv_block_size: Positions per block.
         enable_prefix_caching: Room for cached ends of prompts.
-        is_on_gpu: A device with memory of its own for its program.
+        is_on_gpu: Whether the engine for GPUs runs, which looks ahead and takes larger chunks.
     """
 
     dtype: str = "bfloat16"
-    prefill_chunk_size: int = 256
+    prefill_chunk_size: int | None = None
     kv_block_size: int = 16
     enable_prefix_caching: bool = True
     is_on_gpu: bool = True
+
+    @property
+    def chunk_size(self) -> int:
+        """Prompt rows per step."""
+        return self.prefill_chunk_size or (GPU_CHUNK_SIZE if self.is_on_gpu else CPU_CHUNK_SIZE)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -94,7 +105,11 @@ class EngineMemory:
         from lean_laguna.engine.scheduler import SchedulerLimits
 
         limits = SchedulerLimits(
-            num_seqs, self.limits.prefill_chunk_size, self.limits.kv_block_size, self._max_draft_tokens
+            num_seqs,
+            self.limits.chunk_size,
+            self.limits.kv_block_size,
+            self._max_draft_tokens,
+            GPU_STEPS_AHEAD if self.limits.is_on_gpu else 0,
         )
         return plan_kv_blocks(
             self.groups,
@@ -129,26 +144,58 @@ class EngineMemory:
     def workspace(self, context: int, num_seqs: int) -> dict[str, int]:
         """Return a bound on what else is held, by what it is for."""
         config, drafter, size = self._config, self._drafter, self.limits.element_bytes
-        rows = num_seqs * (1 + self._max_draft_tokens)
-        chunk = max(self.limits.prefill_chunk_size, rows)
-        heads = max(config.num_attention_heads_per_layer) * config.head_dim
-        inner = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
-        taps = len(drafter.target_layer_ids) if drafter is not None else 0
-        # Residual, normed input and output; query, keys, values and result; gate, up and product in float32.
-        row = size * ((4 + taps) * config.hidden_size + 3 * heads) + 3 * 4 * inner
-        dims = sum(
-            {kind: config.rope(kind).rotary_dim(config.head_dim) for kind in config.layer_types}.values()
-        )
+        kinds = set(config.layer_types)
+        dims = sum(config.rope(kind).rotary_dim(config.head_dim) for kind in kinds)
+        taps = 0
         if drafter is not None:
             dims += drafter.rope.rotary_dim(drafter.head_dim)
-        found = {
-            "activations": chunk * row,
-            # Logits in float32, sampling's copy, and the noise of each row in float64.
-            "logits and noise": rows * config.vocab_size * (4 + 4 + 8),
-            # On a CPU cos, sin and signed sin in float32; on a GPU half of cos and of sin each.
-            "rotary tables": context * dims * (size if self.limits.is_on_gpu else 12),
+            taps = len(drafter.target_layer_ids)
+        row = (3 + taps) * config.hidden_size + self._widest_block()
+        rows = num_seqs * (1 + self._max_draft_tokens)
+        if not self.limits.is_on_gpu:
+            chunk = max(self.limits.chunk_size, rows)
+            return {
+                # Some values in float32 beside the engine's format.
+                "a chunk of prompt": chunk * row * (size + 4),
+                # Logits in float32, sampling's copy of them, and noise in float64.
+                "logits and noise": rows * config.vocab_size * (4 + 4 + 8),
+                # Cosine, sine and signed sine in float32.
+                "rotary tables": context * dims * 12,
+            }
+        keys = -(-min(context, MAX_ORDERED_KEYS) // self.limits.chunk_size) * self.limits.chunk_size
+        keys = max(keys, self.limits.chunk_size + config.sliding_window) + ORDERED_SLACK
+        return {
+            "a chunk of prompt": self.limits.chunk_size * row * size,
+            "its keys and values in order": keys * 2 * config.num_key_value_heads * config.head_dim * size,
+            "logits and noise": GPU_ROWS * config.vocab_size * (4 + 4 + 8),
+            "rotary tables": context * dims * size,
+            "parts of attention": self._attention_parts(context),
+            "device: context, kernels, graphs": DEVICE_BYTES,
         }
-        return found | ({"device: context, kernels, graphs": DEVICE_BYTES} if self.limits.is_on_gpu else {})
+
+    def _widest_block(self) -> int:
+        """Return the values that one row leaves between the parts of a layer, in the widest one."""
+        config = self._config
+        heads, kv = max(config.num_attention_heads_per_layer), config.num_key_value_heads
+        attention = (2 * heads + 2 * kv) * config.head_dim + heads
+        dense = 3 * config.intermediate_size if "dense" in config.mlp_layer_types else 0
+        routed = config.moe_intermediate_size + config.hidden_size
+        sparse = config.num_experts + 3 * config.shared_expert_intermediate_size
+        return max(attention, dense, sparse + config.num_experts_per_tok * routed)
+
+    def _attention_parts(self, context: int) -> int:
+        """Return the bytes of partial sums of attention, for 16 rows in float32."""
+        config = self._config
+        near, far = SPLIT_KEYS * NEAR_SPLITS, SPLIT_KEYS * FAR_SPLIT_CHUNKS
+        most = 0
+        layers = zip(config.num_attention_heads_per_layer, config.layer_types, strict=True)
+        for heads, kind in layers:
+            keys = (
+                context if kind == "full_attention" else min(context, 2 * config.sliding_window + near // 8)
+            )
+            splits = -(-min(keys, near) // SPLIT_KEYS) - (-max(0, keys - near) // far)
+            most = max(most, heads * splits)
+        return GPU_ROWS * most * (config.head_dim + 2) * 4
 
     @property
     def _max_draft_tokens(self) -> int:

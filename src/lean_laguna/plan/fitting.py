@@ -74,7 +74,7 @@ def plan(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> dic
         "context": wish.context,
         "num_streams": wish.num_streams,
         "max_position_embeddings": limit,
-        "engine": {**dataclasses.asdict(wish.limits)},
+        "engine": {**dataclasses.asdict(wish.limits), "prefill_chunk_size": wish.limits.chunk_size},
         "lean_laguna": ours,
         "vllm": theirs,
     }
@@ -108,6 +108,7 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
         "flags": [
             f"--max-model-len {wish.context}",
             f"--max-num-seqs {wish.num_streams}",
+            f"--max-num-batched-tokens {limits.chunk_size}",
             f"--kv-cache-memory-bytes {budget.total_bytes}",
         ],
     }

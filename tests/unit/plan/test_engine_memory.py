@@ -9,14 +9,21 @@ from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.engine import gpu_state
 from lean_laguna.engine.gpu_cache import PagedPools
+from lean_laguna.engine.gpu_engine import GpuEngine
+from lean_laguna.engine.gpu_weights import target_weights
 from lean_laguna.engine.kv_budget import kv_cache_for
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.scheduler import Scheduler, SchedulerLimits
+from lean_laguna.kernels.triton import attention, prefill
+from lean_laguna.kernels.triton.step import Scratch
+from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.kv_cache import KVCache
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.shapes import drafter_shape, laguna_shape
+from lean_laguna.plan import engine_memory
 from lean_laguna.plan.engine_memory import (
     EngineLimits,
     EngineMemory,
@@ -70,7 +77,7 @@ def random_case(seed):
         block * pick.randint(1, 6),
         block,
         pick.random() < 0.5,
-        is_on_gpu=False,
+        is_on_gpu=pick.random() < 0.5,
     )
     return LagunaConfig.from_dict(given), drafter, limits, pick.randint(1, limit), pick.randint(1, 5)
 
@@ -85,6 +92,7 @@ def allocate(config, drafter, limits, context, num_seqs, budget, cache=KVCache):
         limits.prefill_chunk_size,
         limits.kv_block_size,
         drafter.max_draft_tokens if drafter is not None else 0,
+        GpuEngine._STEPS_AHEAD if limits.is_on_gpu else 0,
     )
     engine = EngineConfig(
         max_num_seqs=num_seqs,
@@ -116,7 +124,7 @@ def test_200_random_configurations_are_allocated_as_planned_to_the_byte():
         config, drafter, limits, context, num_seqs = random_case(seed)
         memory = EngineMemory(config, drafter, limits)
         planned = memory.kv(context, num_seqs)
-        cache = PagedPools if seed % 2 else KVCache
+        cache = PagedPools if limits.is_on_gpu else KVCache
         sizes, found, pools = allocate(config, drafter, limits, context, num_seqs, planned.total_bytes, cache)
         assert bytes_by_group(memory.groups, planned) == sizes, seed
         assert planned.total_bytes == sum(sizes.values()) == found.total_bytes, seed
@@ -196,4 +204,39 @@ def test_the_workspace_grows_with_rows_and_context():
     memory = EngineMemory(laguna_shape("laguna-xs"), drafter_shape("laguna-xs"), EngineLimits())
     small, large = memory.workspace(2048, 1), memory.workspace(262144, 8)
     assert all(large[part] >= small[part] for part in small)
-    assert large["logits and noise"] == 8 * 16 * 100352 * 16
+    assert small["logits and noise"] == 16 * 100352 * 16
+
+
+def test_the_constants_are_those_of_the_engines_and_their_kernels():
+    assert (LLMEngine._CHUNK_SIZE, LLMEngine._STEPS_AHEAD) == (engine_memory.CPU_CHUNK_SIZE, 0)
+    assert (GpuEngine._CHUNK_SIZE, GpuEngine._STEPS_AHEAD) == (
+        engine_memory.GPU_CHUNK_SIZE,
+        engine_memory.GPU_STEPS_AHEAD,
+    )
+    assert (attention.CHUNK, attention.NEAR_SPLITS, attention.FAR_CHUNKS) == (
+        engine_memory.SPLIT_KEYS,
+        engine_memory.NEAR_SPLITS,
+        engine_memory.FAR_SPLIT_CHUNKS,
+    )
+    assert (gpu_state.MAX_ROWS, prefill.MAX_ORDERED, prefill.ORDERED_SLACK) == (
+        engine_memory.GPU_ROWS,
+        engine_memory.MAX_ORDERED_KEYS,
+        engine_memory.ORDERED_SLACK,
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 7}, {"intermediate_size": 700}])
+def test_the_workspace_on_a_gpu_holds_the_buffers_of_its_kernels(changes):
+    config = LagunaConfig.from_dict(targets.laguna_json(**changes, head_dim=16))
+    target = targets.random_target(config)
+    weights = target_weights(target, 256)
+    limits = EngineLimits("float32", 64)
+    found = EngineMemory(config, None, limits).workspace(256, 1)
+    scratch = prefill.PrefillScratch.allocate(weights, 64)
+    chunk = sum(t.nbytes for t in (scratch.hidden, scratch.normed, scratch.delta, scratch.work))
+    assert chunk <= found["a chunk of prompt"] <= 1.5 * chunk
+    assert sum(t.nbytes for t in scratch.keys) == found["its keys and values in order"]
+    tables = {id(t): t.nbytes for layer in weights.layers for t in layer.rotary}
+    assert sum(tables.values()) == found["rotary tables"]
+    step = Scratch.allocate(weights.layers, weights.head, Tiles())
+    assert sum(t.nbytes for t in step.partial) <= found["parts of attention"]
