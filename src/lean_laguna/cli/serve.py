@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lean_laguna.cli.options import (
     AUTO,
-    apply_speculative_config,
+    add_draft_length_option,
+    add_dummy_options,
     drafter_name,
+    is_dummy,
     require_models,
     set_threads,
 )
-from lean_laguna.cli.parser import Parser, draft_length, one_of, whole
-from lean_laguna.cli.serve_aliases import add_accepted_options, refuse_unsupported
+from lean_laguna.cli.options import engine_options as shared_options
+from lean_laguna.cli.parser import Parser, one_of, whole
+from lean_laguna.cli.serve_flags import add_accepted_options, in_our_names, refuse_unsupported
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.files import parse_json
 from lean_laguna.models.catalog import DEFAULT_MODEL
@@ -27,43 +30,49 @@ if TYPE_CHECKING:
 HELP = """\
 usage: lean-laguna serve [MODEL] [options]
 
-Serve a model over HTTP as OpenAI and vLLM do; a drafter changes the speed, never the output.
-MODEL is nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2.
+Serve nano, a folder or a downloaded repository over HTTP, for clients of OpenAI's API and vLLM's.
 
-  --host 127.0.0.1  --port 8000   where to listen; 0.0.0.0 is every network, port 0 any free port
-  --api-key KEY...                ask for a key (also: LEAN_LAGUNA_API_KEY)
-  --allowed-origins ORIGIN...     let pages of these origins call; off unless given
-  --served-model-name NAME...     names that requests may use; the first is reported
-  --speculative-config JSON       drafter and draft length, with vLLM's keys; or --drafter auto|none|NAME
-                                  and --num-speculative-tokens auto|N
-  --reasoning-parser, --tool-call-parser   auto, poolside_v1 or none
+  --model NAME  --host 127.0.0.1  --port 8000     what and where; port 0 takes any free one
+  --served-model-name NAME...  --api-key KEY...  --allowed-origins ORIGIN...  (no key, no origin)
+  --speculative-config JSON  (or --drafter auto|none|NAME  --num-speculative-tokens auto|N)
+  --reasoning-parser, --tool-call-parser          auto, poolside_v1 or none
   --default-chat-template-kwargs JSON  --override-generation-config JSON
-  --per-request-spec-decode-metrics summary|none   numbers of its speculation in each response
-  --unknown-fields refuse|ignore  what to do with a body field that no endpoint knows
-  --enable-admin                  serve /update_weights, /pause and /resume
+  --per-request-spec-decode-metrics summary|none  numbers of its speculation in each response
+  --unknown-fields refuse|ignore  --enable-admin  body fields nobody knows; new weights, pause
 limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --max-queued-seqs 256
-  --max-request-bytes N  --kv-cache-memory-bytes N  --shutdown-timeout 30  --no-enable-prefix-caching
-engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --block-size 16  --seed N
-  --attention-factor X  --trust-remote-code (not needed)  --enforce-eager (as it is)
-log: --log-level warning  --access-log
+  --max-request-bytes N  --kv-cache-memory-bytes N  --block-size 16  --shutdown-timeout 30
+engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --attention-factor X
+  --kernels auto|torch|triton  --load-format auto|dummy  --shape laguna-xs  --seed N
+  --enable-prefix-caching | --no-enable-prefix-caching        log: --log-level warning  --access-log
+taken where it says what is so: --trust-remote-code --enforce-eager --enable-auto-tool-choice
+  --disable-log-requests --disable-log-stats --enable-chunked-prefill --enable-prompt-tokens-details
+  --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --kv-cache-dtype
+  --moe-backend --generation-config --gpu-memory-utilization; llama.cpp's and SGLang's names for the above, too
 
-example: lean-laguna serve --port 8000 &
-         curl localhost:8000/v1/completions -d '{"prompt": "def fib(n):", "max_tokens": 40}'
+example: lean-laguna serve nano --port 8000
 """
 _PARSERS = (AUTO, "poolside_v1", "none")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+class ServeParser(Parser):
+    """Also takes other servers' names for our flags."""
+
+    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse ``argv``, as `Parser.parse_strictly` does."""
+        return super().parse_strictly(in_our_names(argv))
+
+
 def build_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser("lean-laguna serve", HELP)
+    parser = ServeParser("lean-laguna serve", HELP)
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--model", dest="model_flag", default=None)
     parser.add_argument("--drafter", default=AUTO)
-    parser.add_argument("--num-speculative-tokens", type=draft_length, default=AUTO)
-    parser.add_argument("--speculative-config", "--speculative_config")
+    add_draft_length_option(parser)
     _add_http_options(parser)
     _add_engine_options(parser)
+    add_dummy_options(parser)
     add_accepted_options(parser)
     return parser
 
@@ -111,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("the model was given twice: as an argument and with --model")
     args.model = args.model or args.model_flag or DEFAULT_MODEL
     refuse_unsupported(args)
-    drafter = _drafter(args)
-    require_models(args.model, drafter)
+    drafter = drafter_name(args, is_required=False)
+    if not is_dummy(args):
+        require_models(args.model, drafter)
     config = server_config(args)
     options = engine_options(args, drafter)
     from lean_laguna.server.listener import bind
@@ -127,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
 
         llm = LLM(args.model, **options)
         set_threads(args, llm)
-        _ = llm.chat_template
+        if not is_dummy(args):
+            _ = llm.chat_template  # one that does not compile is known now, not at the first request
         return llm
 
     def ready(service: Any) -> None:
@@ -170,29 +181,21 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 def engine_options(args: argparse.Namespace, drafter: str | None) -> dict[str, Any]:
     """Return the options of ``LLM`` that the command line sets."""
     names = {
-        "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "prefill_chunk_size": args.max_num_batched_tokens,
         "kv_block_size": args.block_size,
         "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
-        "attention_factor": args.attention_factor,
         "seed": args.seed,
     }
     options = {name: value for name, value in names.items() if value is not None}
-    options |= {"device": args.device, "dtype": args.dtype}
-    options["enable_prefix_caching"] = args.enable_prefix_caching
+    options |= {**shared_options(args), "enable_prefix_caching": args.enable_prefix_caching}
     if drafter is not None and args.num_speculative_tokens != 0:
         options["speculative_config"] = {
             "model": drafter,
             "num_speculative_tokens": args.num_speculative_tokens,
+            **args.synthetic,
         }
     return options
-
-
-def _drafter(args: argparse.Namespace) -> str | None:
-    apply_speculative_config(args)
-    args.speculative_config = None  # taken apart
-    return drafter_name(args, is_required=False)
 
 
 def _json_object(text: str | None, flag: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lean_laguna.core.config import SpeculativeConfig
+from lean_laguna.core.errors import CheckpointError
 from lean_laguna.engine.llm import LLM
 from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.server.settings import ServerConfig
@@ -52,7 +53,10 @@ def _drafter(llm: LLM) -> str:
 
 def _thinking(llm: LLM, config: ServerConfig) -> str:
     """Say whether replies start in thinking, read off a rendered prompt."""
-    template = llm.chat_template
+    try:
+        template = llm.chat_template
+    except CheckpointError:
+        return "no chat template"
     rendered = template.render([{"role": "user", "content": "x"}], **config.default_chat_template_kwargs)
     state = "on" if template.starts_in_thinking(rendered) else "off"
     if "enable_thinking" in config.default_chat_template_kwargs:
