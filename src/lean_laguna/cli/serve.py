@@ -47,7 +47,7 @@ engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --at
 taken where it says what is so: --trust-remote-code --enforce-eager --enable-auto-tool-choice
   --disable-log-requests --disable-log-stats --enable-chunked-prefill --enable-prompt-tokens-details
   --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --kv-cache-dtype
-  --moe-backend --generation-config --gpu-memory-utilization; llama.cpp's and SGLang's names for the above, too
+  --moe-backend --generation-config --gpu-memory-utilization; llama.cpp's and SGLang's names, too
 
 example: lean-laguna serve nano --port 8000
 """
