@@ -163,8 +163,13 @@ def target_from_headers(
     )
 
 
-def drafter_from_headers(header: Header) -> Inventory:
-    """Describe a drafter from what its files hold, without copies of the target's weights."""
+def drafter_from_headers(header: Header, scheme_of: SchemeByName) -> Inventory:
+    """Describe a drafter from what its files hold, without copies of the target's weights.
+
+    Args:
+        header: All its tensors.
+        scheme_of: ``scheme_lookup`` of its config.
+    """
     kept = {
         name: entry
         for name, entry in header.items()
@@ -172,7 +177,7 @@ def drafter_from_headers(header: Header) -> Inventory:
     }
     if not any(name.endswith("d2t") for name in header):
         kept = {name: entry for name, entry in kept.items() if not name.endswith("lm_head.weight")}
-    entries, _ = _stored(kept, lambda _: "drafter", lambda _: None, {})
+    entries, _ = _stored(kept, lambda _: "drafter", scheme_of, {})
     return Inventory(_grouped(entries))
 
 
@@ -226,12 +231,15 @@ def _stored(
     for module, leaves in modules.items():
         plain, kind = plain_name(module), class_of(module)
         weight = leaves.get("weight_packed") or leaves.get("weight") or {"dtype": "F32", "shape": (0,)}
-        number_format, problem = _number_format(kind, str(weight["dtype"]), scheme_of(plain))
+        scheme = scheme_of(plain)
+        number_format, problem = _number_format(kind, str(weight["dtype"]), scheme)
         if problem:
             problems.append(f"{module}: {problem}")
         sizes = {leaf: _num_bytes(entry) for leaf, entry in leaves.items()}
         read = sum(size for leaf, size in sizes.items() if leaf not in _NOT_READ)
         num_weights = prod(shapes.get(plain) or weight["shape"])
+        if plain not in shapes and scheme is not None and number_format == scheme.name:
+            num_weights = num_weights * DTYPE_BITS[weight["dtype"]] // scheme.num_bits
         entries.append(_Entry(kind, number_format, num_weights, sum(sizes.values()), read))
     return entries, problems
 

@@ -103,12 +103,13 @@ def drafter_of(name: str) -> Drafter:
         config = drafter_shape(name)
         return Drafter(f"{name} DFlash, BF16", config, drafter_from_config(config))
     folder = resolve_model(name)
-    given = {k: v for k, v in read_config_json(folder).items() if k != "quantization_config"}
-    config = DFlashConfig.from_dict(given, str(folder / "config.json"))
+    given, where = read_config_json(folder), str(folder / "config.json")
+    config = DFlashConfig.from_dict(given, where)
+    scheme_of = scheme_lookup(read_quantization(given, where))
     files = read_files(folder)
     if not files.header:
         return Drafter(name, config, drafter_from_config(config))
-    return Drafter(name, config, drafter_from_headers(files.header))
+    return Drafter(name, config, drafter_from_headers(files.header, scheme_of))
 
 
 def _refuse_drafter(given: Mapping[str, Any], where: str) -> None:

@@ -10,7 +10,12 @@ from safetensors.torch import load_file, save_file
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.shapes import laguna_shape
 from lean_laguna.plan.files import read_files
-from lean_laguna.plan.inventory import drafter_from_headers, target_from_config, target_from_headers
+from lean_laguna.plan.inventory import (
+    drafter_from_headers,
+    scheme_lookup,
+    target_from_config,
+    target_from_headers,
+)
 from lean_laguna.plan.schemes import stored_as
 from support.checkpoints import write_tiny_drafter, write_tiny_target
 from support.engines import tiny_config, tiny_target
@@ -113,5 +118,5 @@ def test_a_drafter_is_counted_without_what_it_borrows(borrowed, tmp_path):
     if borrowed:
         tensors |= {"embed_tokens.weight": torch.ones(320, 32), "lm_head.weight": torch.ones(320, 32)}
         save_file(tensors, tmp_path / "model.safetensors")
-    found = drafter_from_headers(read_files(tmp_path).header)
+    found = drafter_from_headers(read_files(tmp_path).header, scheme_lookup(None))
     assert found.stored_bytes == expected

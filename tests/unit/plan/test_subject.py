@@ -3,10 +3,15 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
+from lean_laguna.convert.quantize import quantize
+from lean_laguna.convert.quantize_plan import group_rules, make_plan
+from lean_laguna.convert.source import open_source
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.shapes import drafter_shape, laguna_shape
 from lean_laguna.plan.subject import drafter_of, target_of, target_of_shape
+from lean_laguna.quant.scheme import NVFP4
 from support.checkpoints import write_tiny_drafter, write_tiny_target
 from support.engines import tiny_config
 from support.sparse_checkpoints import NVFP4_EXPERTS, write_sparse_target
@@ -60,13 +65,12 @@ def test_drafters_and_targets_are_told_apart(tmp_path):
 
 
 def test_a_quantised_drafter_is_counted_as_stored(tmp_path):
-    write_tiny_drafter(tmp_path)
-    given = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(given | {"quantization_config": NVFP4_EXPERTS}))
-    assert drafter_of(str(tmp_path)).inventory.stored_bytes == sum(
-        path.stat().st_size for path in tmp_path.glob("*.safetensors")
-    ) - _header_bytes(tmp_path / "model.safetensors")
-
-
-def _header_bytes(file):
-    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    folder = write_tiny_drafter(tmp_path / "plain")
+    source = open_source(folder)
+    schemes = make_plan(source, group_rules("all", NVFP4))
+    quantize(source, tmp_path / "nvfp4", schemes)
+    plain, quantised = (drafter_of(str(tmp_path / name)).inventory for name in ("plain", "nvfp4"))
+    assert quantised.num_weights() == plain.num_weights()
+    assert quantised.formats("drafter")[0] == "NVFP4"
+    tensors = load_file(tmp_path / "nvfp4" / "model.safetensors")
+    assert quantised.stored_bytes == sum(tensor.nbytes for tensor in tensors.values())
