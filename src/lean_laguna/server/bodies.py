@@ -166,7 +166,7 @@ def convert(fields: Mapping[str, Any], schema: type[T], where: str = "") -> T:
     except msgspec.ValidationError as error:
         place = _PLACE.match(str(error))
         assert place is not None
-        what, path = place["what"], place["path"] or ""
+        what, path = place["what"], (place["path"] or "").replace("[...]", "")
         if unknown := _UNKNOWN.search(what):
             path = f"{path}.{unknown['name']}".lstrip(".")
         path = ".".join(part for part in (where, path) if part)

@@ -1,0 +1,86 @@
+import pytest
+
+from lean_laguna.core.errors import RequestError
+from lean_laguna.models.chat_template import ChatTemplate
+from lean_laguna.server.conversation import Conversation, read_messages, read_tools
+from lean_laguna.server.errors import ApiError
+
+FORGETFUL = ChatTemplate(
+    "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_parts_become_text_and_roles_become_those_of_templates():
+    given = [
+        {"role": "developer", "content": "rules"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"],
+        },
+        {"role": "tool", "content": "done", "tool_call_id": "1", "name": None},
+    ]
+    assert read_messages(given) == [
+        {"role": "system", "content": "rules"},
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "answer", "reasoning": "thought"},
+        {"content": "answer", "reasoning_content": "thought"},
+        {"content": "answer", "reasoning": "thought", "reasoning_content": "thought"},
+        {"content": "<think>thought</think>answer"},
+        {"content": [{"type": "thinking", "thinking": "thought"}, {"type": "text", "text": "answer"}]},
+    ],
+)
+def test_past_thinking_is_kept_wherever_the_client_puts_it(turn):
+    (message,) = read_messages([{"role": "assistant", **turn}])
+    assert message["content"] == "answer"
+    assert message["reasoning"] == message["reasoning_content"] == "thought"
+
+
+def test_arguments_of_past_calls_become_objects():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_what_a_template_leaves_out_is_an_error_and_not_a_shorter_prompt():
+    messages = read_messages([{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}])
+    with pytest.raises(ApiError, match=r"messages\[1\].*role 'system'"):
+        Conversation(messages, [], {}).render(FORGETFUL)
+    assert Conversation(messages[:1], [], {}).render(FORGETFUL) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": "x", "reasoning": 3}, "messages[0].reasoning"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+    ],
+)
+def test_a_wrong_message_is_named(message, param):
+    with pytest.raises((ApiError, RequestError)) as caught:
+        read_messages([message])
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "web_search"}, "tools[0].type"),
+        ({"function": {"name": ""}}, "tools[0].function.name"),
+        ({"function": {"name": "f", "parameters": "x"}}, "tools[0].function.parameters"),
+    ],
+)
+def test_a_wrong_tool_is_named(tool, param):
+    with pytest.raises(ApiError) as caught:
+        read_tools([tool])
+    assert caught.value.param == param

@@ -1,0 +1,39 @@
+import pytest
+
+from lean_laguna.core.errors import CheckpointError, RequestError
+from lean_laguna.server.errors import ApiError, as_api_error, context_length_error
+from lean_laguna.server.messages_api import error_body
+
+
+def test_the_context_error_holds_both_numbers_in_the_words_agents_look_for():
+    error = context_length_error(100, 90, 20, "messages")
+    assert error.body() == {
+        "error": {
+            "message": "This model's maximum context length is 100 tokens. However, you requested 110 tokens "
+            "(90 in the messages, 20 in the completion). Please reduce the length of the messages or completion.",
+            "type": "invalid_request_error",
+            "param": "max_tokens",
+            "code": "context_length_exceeded",
+        }
+    }
+    assert context_length_error(100, 100, 1, "messages").param == "messages"
+    anthropic = error_body(error)
+    assert anthropic["type"] == "error"
+    assert anthropic["error"]["message"].startswith("prompt is too long: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RequestError("no", param="n"), 400, "invalid_request_error"),
+        (CheckpointError("no"), 400, "invalid_request_error"),
+        (ApiError(401, "no"), 401, "authentication_error"),
+        (ApiError(429, "no"), 429, "rate_limit_error"),
+        (ApiError(503, "no"), 503, "server_error"),
+        (ValueError("secret detail"), 500, "server_error"),
+    ],
+)
+def test_every_failure_has_a_status_and_a_class(error, status, kind):
+    told = as_api_error(error)
+    assert (told.status, told.type) == (status, kind)
+    assert "secret" not in str(told)

@@ -1,0 +1,47 @@
+import pytest
+
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.server.isolation import step_one_by_one
+from lean_laguna.spec.request import SamplingRequest
+from support.engines import assert_nothing_held, dflash, make_engine, outcome, plain, tokens_of
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, logprobs=1)
+
+
+@pytest.mark.parametrize("seed_at_fault", [0, 2, 4])
+def test_only_the_request_at_fault_is_ended_and_no_output_is_lost(monkeypatch, seed_at_fault):
+    import dataclasses
+
+    commit = SamplingRequest.commit
+
+    def failing(self, token_ids):
+        if self.seed == seed_at_fault and len(self.output_token_ids) >= 4:
+            raise RuntimeError("at fault")
+        commit(self, token_ids)
+
+    right = {
+        seed: outcome(plain(tokens_of(seed, 9), dataclasses.replace(PARAMS, seed=seed)))
+        for seed in range(5)
+        if seed != seed_at_fault
+    }
+    monkeypatch.setattr(SamplingRequest, "commit", failing)
+    engine = make_engine(dflash())
+    states = {
+        seed: engine.add_request(tokens_of(seed, 9), dataclasses.replace(PARAMS, seed=seed))
+        for seed in range(5)
+    }
+    said = {state.request_id: "" for state in states.values()}
+    failed = {}
+    while engine.has_unfinished:
+        try:
+            deltas = engine.step()
+        except RuntimeError:
+            deltas, new = step_one_by_one(engine)
+            failed |= new
+        for delta in deltas:
+            said[delta.request_id] += delta.text
+    assert list(failed) == [states[seed_at_fault].request_id]
+    for seed, expected in right.items():
+        assert outcome(states[seed].snapshot()) == expected
+        assert said[states[seed].request_id] == states[seed].snapshot().outputs[0].text
+    assert_nothing_held(engine)

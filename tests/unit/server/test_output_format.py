@@ -1,0 +1,47 @@
+import pytest
+
+from lean_laguna.core.errors import RequestError
+from lean_laguna.core.structured_outputs import StructuredOutputs
+from lean_laguna.server.errors import ApiError
+from lean_laguna.server.output_format import structured_outputs
+from lean_laguna.server.schemas import CompletionRequest
+
+SCHEMA = {"type": "object"}
+
+
+def read(**fields):
+    return structured_outputs(CompletionRequest(prompt="x", **fields))
+
+
+def test_every_spelling_of_a_schema_means_the_same():
+    described = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    spellings = [
+        read(response_format=described),
+        read(structured_outputs={"json": SCHEMA}),
+        read(guided_json=SCHEMA),
+    ]
+    assert spellings == [StructuredOutputs(json='{"type": "object"}')] * 3
+
+
+def test_text_asks_for_nothing_and_json_object_for_any():
+    assert read() is read(response_format={"type": "text"}) is None
+    assert read(response_format={"type": "json_object"}) == StructuredOutputs(json_object=True)
+    assert read(guided_choice=["a", "b"]) == StructuredOutputs(choice=("a", "b"))
+    assert read(guided_regex="a+", response_format={"type": "text"}) == StructuredOutputs(regex="a+")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a", "structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "yaml"}},
+        {"response_format": {}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+        {"structured_outputs": {"jsn": {}}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    ],
+)
+def test_what_is_said_twice_or_wrongly_is_refused(fields):
+    with pytest.raises((ApiError, RequestError)):
+        read(**fields)
