@@ -27,15 +27,11 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk
-from lean_laguna.kernels.triton.prefill_attention import (
-    attend_before,
-    attend_chunk,
-    lowest_key,
-    order_keys,
-    ready_heads,
-)
-from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up, sort_by_expert
+from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
+from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
+from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, silu_and_mul
+from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.weights import LayerWeights, SparseWeights
 
@@ -111,7 +107,7 @@ class Bench:
         self.lengths = (20, 40) if args.tiny else (256, 2048, 32768)
         small = AttentionTile(16, 16, 4, 2)
         few = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
-        self.tiles = PrefillTiles(small, small, few, few) if args.tiny else PrefillTiles()
+        self.tiles = PrefillTiles(small, small, few) if args.tiny else PrefillTiles()
 
     def left(self) -> float:
         return self.budget_s - (time.monotonic() - self.begin)
@@ -333,7 +329,7 @@ class Bench:
         heads = s.work[rows * shape.width :][: rows * wide].view(rows, wide)
         both, terms = s.work[: rows * (E + 2 * FS)].view(rows, -1), s.work[: rows * A * D].view(rows, A, D)
         shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
-        tile, n = self.tiles.experts(rows), self.count(rows)
+        tile, n = self.tiles.experts, self.count(rows)
         cache, table = self.caches.layers[1], self.caches.tables[1][0]
         names: dict[str, Callable[[LayerWeights], Any]] = {
             "qkv": lambda w: torch.mm(x, w.attention.qkv.t(), out=qkv),
@@ -430,7 +426,7 @@ class Bench:
             whole = partial(attend_chunk, qkv, out, self.scratch.keys, *common, begin=begin)
             whole()
             want = out.float()
-            whole(past=past)
+            whole(past=past, past_keys=first)
             found[f"{first}: difference"] = self.row_errors(out.float(), want)
             times = {
                 "order": self.time_ms(order),
@@ -440,7 +436,7 @@ class Bench:
                     )
                 ),
                 "before": self.time_ms(partial(attend_before, qkv, self.scratch.keys, shape, first)),
-                "own": self.time_ms(partial(whole, past=past)),
+                "own": self.time_ms(partial(whole, past=past, past_keys=first)),
                 "all by Triton": self.time_ms(whole),
                 "first call": first_call,
             }
@@ -448,9 +444,9 @@ class Bench:
         return found
 
     def expert_tiles(self) -> Iterator[tuple[int, ExpertTile]]:
-        few, many = PrefillTiles().few, PrefillTiles().many
+        many = PrefillTiles().experts
         for rows in (256, 1024, *self.chunks):
-            yield rows, few
+            yield rows, ExpertTile(64, 128, 128, 64, 8, 4, 4, 3)
             for tile in (many, dataclasses.replace(many, tensor_maps=False)):
                 yield rows, tile
                 yield rows, dataclasses.replace(tile, halves=False)
@@ -458,7 +454,7 @@ class Bench:
     def experts(self) -> list[dict[str, Any]]:
         """Time the experts' products tile by tile over several layers' weights."""
         short = self.chunks[0]
-        tiles = [(short, self.tiles.few)] if self.tiny else list(self.expert_tiles())
+        tiles = [(short, self.tiles.experts)] if self.tiny else list(self.expert_tiles())
         layers = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)][:6]
         A, s = self.shape.top_k, self.scratch
         E, D, width = self.shape.experts, self.shape.hidden, self.shape.expert

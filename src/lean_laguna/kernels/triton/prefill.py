@@ -18,20 +18,11 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.triton.launch import cdiv
-from lean_laguna.kernels.triton.prefill_attention import (
-    attend_before,
-    attend_chunk,
-    lowest_key,
-    order_keys,
-    ready_heads,
-)
-from lean_laguna.kernels.triton.prefill_experts import (
-    ExpertSort,
-    expert_chunk_down,
-    expert_chunk_up,
-    sort_by_expert,
-)
+from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
+from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
+from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, silu_and_mul
+from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
@@ -44,7 +35,7 @@ MAX_ORDERED = 65536
 ORDERED_SLACK = 256
 """Rows that blocks of ordered keys may need beyond them, on both ends."""
 LIBRARY_FROM = 8192
-"""Where a prompt has got so long that the library's attention pays for keys before the chunk."""
+"""The library takes keys in multiples of so many: few shapes, of which each takes it 50 ms the first time."""
 
 
 def shape_rows(num_tokens: int, chunk_size: int, min_rows: int = MIN_ROWS) -> int:
@@ -193,9 +184,9 @@ class PrefillStep:
         tap_layers: Layers whose residual stream the drafter reads, in the order of ``taps``.
         taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
             None.
-        tiles: By kernel class and rows; None takes those of the device.
-        library_from: Chunks from this position on leave the keys before them to cuDNN, in full layers; None
-            where there is none.
+        tiles: By kernel class; None takes those of the device.
+        library_from: In full layers, cuDNN takes the keys before a chunk up to the last multiple of so many;
+            None where there is none.
     """
 
     weights: TargetWeights
@@ -304,18 +295,23 @@ class PrefillStep:
         norms, cache, n = (attention.q_norm, attention.k_norm), self.caches.layers[i], scratch.length
         ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         tile, lowest = self._tiles.attention(shape), lowest_key(shape, first)
-        keys, begin, past = cache, None, None
+        keys, begin, past, past_keys = cache, None, None, 0
         if shape.window or first + rows <= scratch.keys[0].shape[0] - ORDERED_SLACK:
             keys, begin = scratch.keys, order_keys(cache, table, scratch.keys, lowest, first, n, rows, tile)
-            if not shape.window and self._leaves_keys(first, tile):
-                past = attend_before(qkv, keys, shape, first)
-        attend_chunk(qkv, heads, keys, table, shape, first, n, tile, begin=begin, past=past)
+            past_keys = 0 if shape.window else self._library_keys(first, tile)
+            if past_keys:
+                past = attend_before(qkv, keys, shape, past_keys)
+        attend_chunk(
+            qkv, heads, keys, table, shape, first, n, tile, begin=begin, past=past, past_keys=past_keys
+        )
         torch.mm(heads, attention.out.t(), out=delta)
         add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, n, eps)
 
-    def _leaves_keys(self, first: int, tile: AttentionTile) -> bool:
-        """Say whether a chunk from position ``first`` on leaves the keys before it to the library."""
-        return self.library_from is not None and first >= self.library_from and first % tile.keys == 0
+    def _library_keys(self, first: int, tile: AttentionTile) -> int:
+        """Return how many of the keys before a chunk from position ``first`` on the library takes."""
+        if self.library_from is None or self.library_from % tile.keys:
+            return 0
+        return first // self.library_from * self.library_from
 
     def _run_dense(self, mlp: DenseWeights, rows: int, after: Tensor, tap: Tensor | None) -> None:
         """Add a dense MLP to the residual stream; leave it normalised for what comes after."""
@@ -337,7 +333,7 @@ class PrefillStep:
         torch.mm(normed, mlp.router_gate_up.t(), out=both)
         silu_and_mul(both[:, E:], shared, scratch.length)
         torch.mm(shared, mlp.shared_down.t(), out=delta)
-        tile = self._tiles.experts(rows)
+        tile = self._tiles.experts
         sort_by_expert(
             both,
             mlp.bias,

@@ -1,10 +1,9 @@
-"""Attention of one chunk of a sequence: its heads made ready, keys laid in order, then its queries.
+"""Attention of one chunk of a sequence: from its queries to all keys up to their own, or to a window of them.
 
-Keys live in pages; before a layer's queries run, what they see is copied out in order of position, which
-costs a few percent and lets tensor maps fetch it. A program owns a tile of queries of one head and takes keys
-in absolute blocks, ascending; it may start from what a library has summed over all keys before the chunk.
-Rounding points are those of the decode kernels (``heads``, ``combine``); the library's part is rounded once
-more.
+A program owns a tile of queries of one head and takes keys in absolute blocks, ascending; it may start from
+what a library has summed over keys long before the chunk. Keys come laid in order of position
+(``prefill_keys``), which costs a few percent and lets tensor maps fetch them, or from their pages. Rounding
+points are those of the decode kernels (``combine``); the library's part is rounded once more.
 """
 
 from __future__ import annotations
@@ -15,196 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
-from lean_laguna.kernels.triton.heads import normed_rotated
-from lean_laguna.kernels.triton.launch import cdiv, power_of_two
+from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, uses_maps
 
-READY_ROWS = 16
-"""Tokens of a program that makes heads ready."""
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["table_ptr"])
-def _ready_kernel(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    first,
-    num_tokens_ptr,
-    eps,
-    WIDTH: tl.constexpr,
-    H: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    ROTARY: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    live = row < tl.load(num_tokens_ptr)
-    position = first + row
-    d = tl.arange(0, P)
-    at = row.to(tl.int64) * WIDTH + head * P
-    if head < H:
-        q = normed_rotated(qkv_ptr, at, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
-        # Other threads may still be reading what is overwritten.
-        tl.debug_barrier()
-        tl.store(qkv_ptr + at[:, None] + d[None, :], q, mask=live[:, None])
-    else:
-        k = normed_rotated(qkv_ptr, at, live, k_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
-        v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
-        block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
-        slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head - H) * P
-        tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
-        tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
-
-
-def ready_heads(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor],
-    rotary: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    table: Tensor,
-    shape: AttentionShape,
-    first: int,
-    num_tokens: Tensor,
-    *,
-    eps: float,
-) -> None:
-    """Normalise and rotate a chunk's queries, in place, and its keys; write keys and values to the cache.
-
-    Args:
-        qkv: [C, shape.width] q, k, v and gate as projected; q changed.
-        norms: [P] weights of the query and key norms; anything where the shape has none.
-        rotary: cos and sin, [max_model_len, rotary_dim / 2] each.
-        cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the tokens' slots written.
-        table: [.] int32 block table of the sequence.
-        shape: Of this layer.
-        first: Position of the chunk's first token.
-        num_tokens: [1] int32, tokens of the chunk.
-        eps: Of the norms.
-    """
-    H, J = shape.num_heads, shape.num_kv_heads
-    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), H + J)](
-        qkv,
-        *norms,
-        *rotary,
-        *cache,
-        table,
-        first,
-        num_tokens,
-        eps,
-        WIDTH=shape.width,
-        H=H,
-        J=J,
-        P=shape.head_dim,
-        ROTARY=shape.rotary_dim,
-        QK_NORM=shape.has_qk_norm,
-        KV_BLOCK=cache[0].shape[1],
-        ROWS=READY_ROWS,
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["begin", "lowest", "first"], do_not_specialize_on_alignment=["table_ptr"])
-def _order_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    begin,
-    lowest,
-    first,
-    num_tokens_ptr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    position = begin + row
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = (position >= lowest) & (position < first + tl.load(num_tokens_ptr))
-    page = tl.load(table_ptr + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
-    source = (page * KV_BLOCK + position % KV_BLOCK)[:, None] * SIZE + i[None, :]
-    target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
-    inside = (i < SIZE)[None, :]
-    mask = real[:, None] & inside
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=mask, other=0.0), mask=inside)
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=mask, other=0.0), mask=inside)
-
-
-def order_keys(
-    cache: tuple[Tensor, Tensor],
-    table: Tensor,
-    ordered: tuple[Tensor, Tensor],
-    lowest: int,
-    first: int,
-    num_tokens: Tensor,
-    rows: int,
-    tile: AttentionTile,
-) -> int:
-    """Copy keys and values out of their pages, in order, from ``lowest`` to the chunk's last.
-
-    Args:
-        cache: Pages, [num_blocks, kv_block_size, J, P] each.
-        table: [.] int32 block table of the sequence.
-        ordered: [S, J, P] each, written; S at least ``first + rows - lowest + 2 * tile.keys``.
-        lowest: First position wanted.
-        first: Position of the chunk's first token.
-        num_tokens: [1] int32, tokens of the chunk.
-        rows: Its padded shape.
-        tile: Of the attention that follows, whose blocks of keys are filled up with zeros.
-
-    Returns:
-        Position of the first row of ``ordered``.
-    """
-    begin = lowest // tile.keys * tile.keys
-    size = cache[0].shape[2] * cache[0].shape[3]
-    block = min(1024, power_of_two(size))
-    part = min(8, tile.keys)
-    _order_kernel[(cdiv(first + rows - begin, tile.keys) * tile.keys // part, cdiv(size, block))](
-        *cache,
-        table,
-        *ordered,
-        begin,
-        lowest,
-        first,
-        num_tokens,
-        SIZE=size,
-        BLOCK=block,
-        KV_BLOCK=cache[0].shape[1],
-        ROWS=part,
-        num_warps=4,
-    )
-    return begin
-
-
-def lowest_key(shape: AttentionShape, first: int) -> int:
-    """Return the first position that a chunk from position ``first`` on sees."""
-    return max(0, first - shape.window + 1) if shape.window else 0
-
-
 def attend_before(
-    qkv: Tensor, ordered: tuple[Tensor, Tensor], shape: AttentionShape, first: int
+    qkv: Tensor, ordered: tuple[Tensor, Tensor], shape: AttentionShape, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all keys before the chunk with cuDNN, which on an H200 is half as fast again as Triton.
+    """Attend to keys before the chunk with cuDNN: 680 TFLOP/s on an H200, where Triton reaches 550.
 
-    Its algorithm follows from the shapes alone, the padded chunk's and ``first``.
+    Its algorithm follows from the shapes alone, the padded chunk's and ``num_keys``.
 
     Args:
         qkv: [C, shape.width] with queries ready.
         ordered: [S, J, P] keys and values from position 0 on.
         shape: Of this layer, without a window.
-        first: Keys to attend to.
+        num_keys: Keys to attend to, none of them the chunk's.
 
     Returns:
         [H, C, P] softmax-weighted values in the model's dtype, any strides, and [H, C] float32 natural
@@ -212,7 +39,7 @@ def attend_before(
     """
     H, P = shape.num_heads, shape.head_dim
     q = qkv[:, : H * P].unflatten(1, (H, P)).transpose(0, 1)[None]
-    k, v = (t[:first].transpose(0, 1)[None] for t in ordered)
+    k, v = (t[:num_keys].transpose(0, 1)[None] for t in ordered)
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
     return found[0][0], found[1].view(H, -1)
 
@@ -444,6 +271,7 @@ def attend_chunk(
     *,
     begin: int | None = None,
     past: tuple[Tensor, Tensor] | None = None,
+    past_keys: int = 0,
 ) -> None:
     """Attend from a chunk's queries to all keys up to their own, or to those in their window; apply the gate.
 
@@ -458,8 +286,8 @@ def attend_chunk(
         num_tokens: [1] int32, tokens of the chunk.
         tile: By the layer's shape.
         begin: Position of the first ordered key, a multiple of ``tile.keys``; None for pages.
-        past: From ``attend_before``: the keys before ``first``, a multiple of ``tile.keys``, are not read
-            again; or None.
+        past: From ``attend_before``, whose keys are not read again; or None.
+        past_keys: How many those are, a multiple of ``tile.keys``.
     """
     H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
     maps = begin is not None and uses_maps(tile, qkv.device)
@@ -479,7 +307,7 @@ def attend_chunk(
         first,
         num_tokens,
         begin or 0,
-        0 if past is None else first,
+        past_keys,
         P**-0.5 * _LOG2E,
         partial.stride(0),
         partial.stride(1),

@@ -69,16 +69,12 @@ class PrefillTiles:
     Attributes:
         full: Of attention to everything.
         sliding: Of attention to a window.
-        few: Of the experts in chunks of fewer than ``many_rows`` rows.
-        many: Of the experts in chunks of at least so many.
-        many_rows: Where an expert gets enough rows for the larger tile.
+        experts: Of the experts' products.
     """
 
     full: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     sliding: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
-    few: ExpertTile = field(default=ExpertTile(64, 128, 128, 64, 8, 4, 4, 3))
-    many: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4, halves=True))
-    many_rows: int = 2048
+    experts: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4, halves=True))
 
     @classmethod
     def of(cls, device: torch.device) -> PrefillTiles:
@@ -94,18 +90,13 @@ class PrefillTiles:
         if shared_bytes >= 200 * 1024:
             return cls()
         if shared_bytes >= 160 * 1024:
-            few = ExpertTile(64, 128, 128, 64, 8, 4, 3, 3)
-            return cls(few=few, many=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True))
-        small, experts = AttentionTile(64, 64, 4, 2), ExpertTile(64, 64, 128, 64, 4, 4, 3, 2)
-        return cls(small, small, experts, experts)
+            return cls(experts=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True))
+        small = AttentionTile(64, 64, 4, 2)
+        return cls(small, small, ExpertTile(64, 64, 128, 64, 4, 4, 3, 2))
 
     def attention(self, shape: AttentionShape) -> AttentionTile:
         """Return the tile of a layer."""
         return self.sliding if shape.window else self.full
-
-    def experts(self, rows: int) -> ExpertTile:
-        """Return the experts' tile of a chunk padded to ``rows``."""
-        return self.many if rows >= self.many_rows else self.few
 
 
 def uses_maps(tile: AttentionTile | ExpertTile, device: torch.device) -> bool:

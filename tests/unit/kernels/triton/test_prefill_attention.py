@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.kernels.triton.attention import AttentionShape
-from lean_laguna.kernels.triton.prefill_attention import attend_chunk, lowest_key, order_keys, ready_heads
+from lean_laguna.kernels.triton.prefill_attention import attend_chunk
+from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 from lean_laguna.kernels.triton.weights import rotary_tables
 
@@ -20,7 +21,7 @@ PLAIN = dataclasses.replace(SLIDING, has_gate=False, has_qk_norm=False, window=5
 CASES = [
     (FULL, 32, 23, "ordered"),
     (FULL, 9, 7, "pages"),
-    (FULL, 32, 9, "past"),
+    (FULL, 53, 9, "past"),
     (SLIDING, 48, 19, "ordered"),
     (PLAIN, 7, 18, "ordered"),
 ]
@@ -59,21 +60,24 @@ def test_a_chunk_attends_as_plain_attention_does(
     keys, values = torch.cat((before[0], k)), torch.cat((before[1], v))
 
     ready_heads(qkv, norms, rotary, cache, table, shape, first, length, eps=EPS)
-    begin, past, taken = None, None, cache
+    begin, past, past_keys, taken = None, None, 0, cache
     if source != "pages":
         taken = tuple(poisoned(128, J, P) for _ in range(2))
         begin = order_keys(cache, table, taken, lowest, first, length, rows, TILE)
     if source == "past":
         # What a library would have found, the whole padded chunk's.
-        old = keys[:first].float().repeat_interleave(H // J, 1)
+        past_keys = first // 32 * 32
+        old = keys[:past_keys].float().repeat_interleave(H // J, 1)
         scores = torch.einsum("thp,shp->hts", q.float(), old) * P**-0.5
-        old_values = values[:first].float().repeat_interleave(H // J, 1)
+        old_values = values[:past_keys].float().repeat_interleave(H // J, 1)
         past = (poisoned(H, rows, P), poisoned(H, rows, of=torch.float32))
         past[0][:, :n] = torch.einsum("hts,shp->htp", scores.softmax(-1), old_values).to(dtype)
         past[1][:, :n] = scores.logsumexp(-1)
         for ordered in taken:
-            ordered[:first] = float("nan")
-    attend_chunk(qkv, out, taken, table, shape, first, length, TILE, begin=begin, past=past)
+            ordered[:past_keys] = float("nan")
+    attend_chunk(
+        qkv, out, taken, table, shape, first, length, TILE, begin=begin, past=past, past_keys=past_keys
+    )
 
     expected = plain.attention(q, keys, values, positions, window=shape.window)
     if shape.has_gate:

@@ -6,13 +6,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.kernels.triton.launch import cdiv
-from lean_laguna.kernels.triton.prefill_experts import (
-    ExpertSort,
-    expert_chunk_down,
-    expert_chunk_up,
-    sort_by_expert,
-)
+from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
 from lean_laguna.kernels.triton.prefill_rows import combine
+from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
 
 E, A, D, F = 5, 2, 40, 24
