@@ -239,10 +239,11 @@ class EngineThread:
     def _drop(self, stream: Stream) -> bool:
         """Take what is left of a request from the engine; false where it had ended."""
         assert self._llm is not None
-        live = [s.request_id for s in stream.states if s.request_id in self._streams]
-        for request_id in live:
-            self._llm.engine.abort(request_id)
-            del self._streams[request_id]
+        live = [state for state in stream.states if state.request_id in self._streams]
+        for state in live:
+            self._llm.engine.abort(state.request_id)
+            self._metrics.forget(state)
+            del self._streams[state.request_id]
         return bool(live)
 
     def _soon(self, function: Callable[..., None], *args: Any) -> None:

@@ -120,10 +120,10 @@ class Metrics:
         """Record completions that failed."""
         self._reasons["error"].inc(num_seqs)
 
-    def forget(self, request_id: str, num_seqs: int) -> None:
+    def forget(self, request: RequestState) -> None:
         """Drop what is kept about a request that is gone."""
-        for index in range(num_seqs):
-            self._last_token_s.pop((request_id, index), None)
+        for index in range(request.params.n):
+            self._last_token_s.pop((request.request_id, index), None)
 
     def render(self, stats: EngineStats | None, max_draft_tokens: int) -> bytes:
         """Return the exposition text.

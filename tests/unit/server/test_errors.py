@@ -10,7 +10,8 @@ def test_the_context_error_holds_both_numbers_in_the_words_agents_look_for():
     assert error.body() == {
         "error": {
             "message": "This model's maximum context length is 100 tokens. However, you requested 110 tokens "
-            "(90 in the messages, 20 in the completion). Please reduce the length of the messages or completion.",
+            "(90 in the messages, 20 in the completion). Please reduce the length of the messages or "
+            "completion.",
             "type": "invalid_request_error",
             "param": "max_tokens",
             "code": "context_length_exceeded",

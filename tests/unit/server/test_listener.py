@@ -16,5 +16,5 @@ def test_a_port_in_use_and_a_wrong_host_are_clear_errors():
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*choose one with --port"):
             bind("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="--host no.such.host.invalid"):
+    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
         bind("no.such.host.invalid", 0)

@@ -2,23 +2,14 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.server.metrics import Metrics
 from support.engines import dflash, make_engine, tokens_of
 
-NAMES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
-    "request_success_total",
-    "time_to_first_token_seconds_bucket",
-    "inter_token_latency_seconds_count",
-    "e2e_request_latency_seconds_sum",
-    "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total",
-    "spec_decode_num_accepted_tokens_total",
+NAMES = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"),
+    *("generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_count"),
+    *("e2e_request_latency_seconds_sum", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
     "spec_decode_num_accepted_tokens_per_pos_total",
-]
+)
 
 
 def run(metrics, n=1):
@@ -60,7 +51,13 @@ def test_without_a_drafter_or_an_engine_there_are_no_such_series():
     assert "num_requests_running" not in Metrics("m").render(None, 0).decode()
 
 
-def test_nothing_is_kept_of_requests_that_ended():
+def test_nothing_is_kept_of_requests_that_ended_or_were_left():
     metrics = Metrics("m")
     run(metrics, n=3)
+    engine = make_engine()
+    state = engine.add_request(tokens_of(0, 9), SamplingParams(n=2, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        for delta in engine.step():
+            metrics.token(state, delta)
+    metrics.forget(state)
     assert not metrics._last_token_s
