@@ -43,32 +43,33 @@ class Part:
     num_bytes: int = 0
 
 
-def profile(llm: LLM, context_len: int) -> dict[str, Any]:
+def profile(llm: LLM, context_len: int, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Decode one request and return what a step's time went to, ready for JSON.
 
     Args:
         llm: Idle; a prompt of random tokens runs through it, without drafts.
         context_len: Tokens before the steps that are measured.
+        num_steps: Steps timed, and again as many looked into.
     """
     engine = llm.engine
     vocab_size = engine.target.config.vocab_size
     prompt = torch.randint(0, vocab_size, (context_len,), generator=torch.Generator().manual_seed(0)).tolist()
-    max_tokens = 2 * (NUM_STEPS + NUM_WARM_STEPS) + 8
+    max_tokens = 2 * (num_steps + NUM_WARM_STEPS) + 8
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     state = engine.add_request(prompt, params, num_speculative_tokens=0)
     said = state.sequences[0].completion.token_ids
     while len(said) < NUM_WARM_STEPS:
         engine.step()
     device = next(engine.target.parameters()).device
-    step_s = _time_steps(llm, device)
+    step_s = _time_steps(llm, device, num_steps)
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CUDA] if device.type == "cuda" else [activity.CPU]
     with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             engine.step()
         _sync(device)
     engine.abort(state.request_id)
-    bandwidth, parts = _parts(llm, profiler, device, context_len)
+    bandwidth, parts = _parts(llm, profiler, device, context_len, num_steps)
     return {
         "schema_version": 1,
         "kind": "profile",
@@ -89,20 +90,20 @@ def _sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _time_steps(llm: LLM, device: torch.device) -> float:
+def _time_steps(llm: LLM, device: torch.device, num_steps: int) -> float:
     _sync(device)
     start = time.perf_counter()
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         llm.engine.step()
-    return (time.perf_counter() - start) / NUM_STEPS
+    return (time.perf_counter() - start) / num_steps
 
 
 def _parts(
-    llm: LLM, profiler: torch.profiler.profile, device: torch.device, context_len: int
+    llm: LLM, profiler: torch.profiler.profile, device: torch.device, context_len: int, num_steps: int
 ) -> tuple[float | None, list[Part]]:
     """Sort what the profiler saw into classes, the longest first."""
     if device.type != "cuda":
-        return None, _cpu_parts(profiler)
+        return None, _cpu_parts(profiler, num_steps)
     from lean_laguna.engine.gpu_profile import class_of, read_bandwidth, step_bytes
 
     programs = getattr(llm.engine, "programs", None)
@@ -114,13 +115,13 @@ def _parts(
             before = found.get(class_of(event.key), (0.0, 0.0))
             found[class_of(event.key)] = (before[0] + total_s, before[1] + count)
     parts = [
-        Part(name, count / NUM_STEPS, total_s / NUM_STEPS, num_bytes.get(name, 0))
+        Part(name, count / num_steps, total_s / num_steps, num_bytes.get(name, 0))
         for name, (total_s, count) in found.items()
     ]
     return read_bandwidth(device), sorted(parts, key=lambda part: -part.step_s)
 
 
-def _cpu_parts(profiler: torch.profiler.profile) -> list[Part]:
+def _cpu_parts(profiler: torch.profiler.profile, num_steps: int) -> list[Part]:
     found: dict[str, tuple[float, float]] = {}
     for event in profiler.key_averages():
         name = event.key.removeprefix("aten::")
@@ -129,7 +130,7 @@ def _cpu_parts(profiler: torch.profiler.profile) -> list[Part]:
         )
         before = found.get(kind, (0.0, 0.0))
         found[kind] = (before[0] + event.self_cpu_time_total / 1e6, before[1] + event.count)
-    parts = [Part(name, count / NUM_STEPS, s / NUM_STEPS) for name, (s, count) in found.items()]
+    parts = [Part(name, count / num_steps, s / num_steps) for name, (s, count) in found.items()]
     return sorted(parts, key=lambda part: -part.step_s)
 
 

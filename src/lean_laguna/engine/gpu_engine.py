@@ -13,23 +13,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
-from lean_laguna.engine.gpu_lanes import (
-    Lane,
-    Lanes,
-    Launched,
-    mark,
-    seconds_between,
-    split_rows,
-    tokens_said,
-)
+from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, mark, seconds_between
+from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
+from lean_laguna.engine.gpu_weights import can_compile_cuda
 from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
 from lean_laguna.engine.llm_engine import LLMEngine, candidates_of
 from lean_laguna.engine.logprobs import prompt_logprobs
@@ -39,20 +32,6 @@ from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.models.kv_cache import KVGroup
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.spec.proposer import DFlashProposer
-
-
-def can_compile_cuda(weight: Tensor) -> bool:
-    """Say whether the CUDA C++ kernels can be built here for weights of this kind."""
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return False
-    from lean_laguna.kernels.cuda.compiler import CompilationError, nvrtc
-
-    try:
-        nvrtc()
-    except CompilationError:
-        return False
-    return True
-
 
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
 
@@ -224,7 +203,8 @@ class GpuEngine(LLMEngine):
             self._running.append(lane)
             if any(num_drafts):
                 self._lanes.load(lane)
-                self._programs.run("propose", self._programs.columns(len(own) + sum(num_drafts)))
+                cols = self._programs.columns(len(own) + sum(num_drafts))
+                self._programs.run("propose", cols, filtered=has_filters(own))
 
     def _prepare(self, sequence: SequenceState) -> None:
         """Make the tables cover all that launched steps may write."""
@@ -256,13 +236,14 @@ class GpuEngine(LLMEngine):
         has_context = any(lane.sequences[i].wants_drafts for i in live)
         device = programs.device
         start = mark(device)
-        programs.run("verify" if has_context else "decode", cols)
+        filtered = has_filters(lane.sequences)
+        programs.run("verify" if has_context else "decode", cols, filtered=filtered)
+        logits = lanes.read_logits_later() if self._watcher is not None else None
         verified = mark(device)
         if any(wanted):
-            programs.run("propose", cols)
+            programs.run("propose", cols, filtered=filtered)
         said = lanes.read_later()
         lane.num_under_way += 1
-        logits = lanes.read_logits_later() if self._watcher is not None else None
         return Launched(lane, said, (start, verified, mark(device)), logits)
 
     def _read_round(self, deltas: list[CompletionDelta]) -> None:

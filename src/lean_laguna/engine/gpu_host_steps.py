@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.engine.gpu_lanes import Lanes, mark
+from lean_laguna.engine.gpu_layout import filters_on_device, has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.noise import NoiseCache
@@ -27,10 +28,9 @@ def samples_on_host(sequence: SequenceState) -> list[str]:
         "bad_words": bool(request.bad_word_ids),
         "min_tokens": request.num_output_tokens < params.min_tokens,
         "structured_outputs or thinking_token_budget": request.is_constrained,
-        "top_k": params.temperature > 0 and params.top_k > 0,
-        "top_p": params.temperature > 0 and params.top_p < 1,
-        "min_p": params.temperature > 0 and params.min_p > 0,
     }
+    if params.temperature > 0 and not filters_on_device(params):
+        named |= {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
     found = [name for name, is_on in named.items() if is_on]
     return found or (["options of the logits"] if request.changes_logits else [])
 
@@ -77,9 +77,10 @@ class HostSteps:
         lane = lanes.make(sequences, num_drafts, mask_token)
         lanes.load(lane)
         cols = programs.columns(len(sequences) + sum(num_drafts))
+        filtered = has_filters(sequences)
         if any(num_drafts):
-            programs.run("propose", cols)
-        programs.run("rows", cols)
+            programs.run("propose", cols, filtered=filtered)
+        programs.run("rows", cols, filtered=filtered)
         said = lanes.read_later()
         lanes.wait(mark(programs.device))
         lanes.drop(lane)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lean_laguna.engine.gpu_layout import lay_out, write_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
-from lean_laguna.engine.gpu_state import MAX_ROWS, MAX_STOPS, RING, Block, pinned_copy
+from lean_laguna.engine.gpu_state import MAX_ROWS, Block, pinned_copy
 from lean_laguna.engine.sequence import SequenceState
 
 Mark = float | torch.cuda.Event
@@ -40,19 +39,6 @@ def seconds_between(first: Mark, second: Mark) -> float:
         assert isinstance(second, float)
         return second - first
     return float(first.elapsed_time(second)) / 1e3
-
-
-def split_rows(num_drafts: Sequence[int]) -> list[range]:
-    """Cut requests with so many drafts each into launches of at most ``MAX_ROWS`` rows, in order."""
-    cuts, start, rows = [], 0, 0
-    for i, drafts in enumerate(num_drafts):
-        if rows + 1 + drafts > MAX_ROWS:
-            cuts.append(range(start, i))
-            start, rows = i, 0
-        rows += 1 + drafts
-    if num_drafts:
-        cuts.append(range(start, len(num_drafts)))
-    return cuts
 
 
 @dataclass
@@ -198,6 +184,7 @@ class Lanes:
         if sequence is not None:
             fields["row_seeds"].view(np.uint64)[:num_rows] = sequence.sampling.seed
             fields["row_temperatures"][:num_rows] = sequence.request.params.temperature
+            write_filters(fields, 0, sequence.request.params)
         self.programs.state.words.copy_(host.words, non_blocking=True)
         if token_ids and sequence is not None:
             for group, table in zip(self._group_ids, sequence.tables, strict=True):
@@ -236,60 +223,3 @@ class Lanes:
     def _allocate(self) -> tuple[Tensor, list[Tensor]]:
         programs = self.programs
         return torch.zeros_like(programs.state.words), [torch.zeros_like(t) for t in programs.tables]
-
-
-def lay_out(
-    fields: dict[str, NDArray[Any]],
-    sequences: Sequence[SequenceState],
-    num_drafts: Sequence[int],
-    mask_token: int,
-) -> None:
-    """Write the rows and requests of decoding sequences into a host block of zeros.
-
-    Args:
-        fields: ``Block.arrays``.
-        sequences: At most ``MAX_ROWS`` rows in all.
-        num_drafts: Of each; what its request can still say caps them.
-        mask_token: Stands where a draft is to come.
-    """
-    row = 0
-    fields["stop_ids"][:] = -1
-    for entry, (sequence, drafts) in enumerate(zip(sequences, num_drafts, strict=True)):
-        remaining = sequence.completion.num_remaining
-        count = 1 + min(drafts, remaining - 1)
-        rows = slice(row, row + count)
-        write_request(fields, entry, sequence, drafts)
-        fields["input_ids"][rows] = mask_token
-        fields["input_ids"][row] = sequence.completion.token_ids[-1]
-        fields["positions"][rows] = np.arange(sequence.num_computed, sequence.num_computed + count)
-        fields["row_request"][rows] = entry
-        fields["row_start"][entry], fields["row_count"][entry] = row, count
-        fields["row_seeds"][rows] = fields["seeds"][entry]
-        fields["row_temperatures"][rows] = fields["temperatures"][entry]
-        row += count
-    fields["num_rows"][0], fields["num_requests"][0] = row, len(sequences)
-
-
-def write_request(
-    fields: dict[str, NDArray[Any]], entry: int, sequence: SequenceState, num_drafts: int
-) -> None:
-    """Write what a step needs to know of one request besides its rows."""
-    params = sequence.request.params
-    fields["seeds"].view(np.uint64)[entry] = sequence.sampling.seed
-    fields["temperatures"][entry] = params.temperature
-    fields["remaining"][entry] = sequence.completion.num_remaining
-    fields["num_drafts"][entry] = num_drafts
-    stops = list(params.stop_token_ids)
-    if not params.ignore_eos:
-        stops += sequence.sampling.eos_token_ids
-    stops = [token for token in stops if 0 <= token < sequence.sampling.vocab_size]
-    # A longer list is the host's to watch: what the device says beyond the end is dropped.
-    if len(stops) <= MAX_STOPS:
-        fields["stop_ids"][entry, : len(stops)] = stops
-
-
-def tokens_said(fields: dict[str, NDArray[Any]], entry: int, before: int) -> list[int]:
-    """Return the tokens that a request said after its first ``before``."""
-    now = int(fields["emitted"][entry])
-    said: list[int] = [int(fields["ring"][entry, i % RING]) for i in range(before, now)]
-    return said

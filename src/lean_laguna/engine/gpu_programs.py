@@ -6,24 +6,23 @@ directly, under Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from functools import cached_property, partial
-from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
+from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
 from lean_laguna.engine.gpu_weights import drafter_weights, target_weights
 from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
-from lean_laguna.kernels.triton.launch import Launch, Tile
+from lean_laguna.kernels.triton.filters import Filters, choose_filtered
+from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -32,34 +31,6 @@ from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausal
 
 NARROW = 8
 """Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
-
-
-@dataclass
-class Program:
-    """Launches that always are the same: run as they are the first time, as a captured graph from then on.
-
-    Attributes:
-        body: Launches on buffers that stay where they are.
-        pool: Of the graphs' memory; None runs the body every time.
-    """
-
-    body: Callable[[], None]
-    pool: Any
-    _num_runs: int = 0
-    _graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        """Launch it."""
-        self._num_runs += 1
-        if self._graph is None and self.pool is not None and self._num_runs > 1:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self.body()
-            self._graph = graph
-        if self._graph is None:
-            self.body()
-        else:
-            self._graph.replay()
 
 
 class StepPrograms:
@@ -103,7 +74,7 @@ class StepPrograms:
         self.device = self.target.head.device
         self.drafter = drafter_weights(drafter, max_model_len + MAX_ROWS) if drafter is not None else None
         self._is_gpu = self.device.type == "cuda"
-        self._tiles = Tiles() if self._is_gpu else _interpreted_tiles(drafter)
+        self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
         self.state = Block.allocate(self.device)
         max_blocks = -(-(max_model_len + MAX_ROWS) // pools.kv_block_size)
         self.tables = [
@@ -127,7 +98,8 @@ class StepPrograms:
             self.draft_group = DRAFT_SLIDING_GROUP
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
-        self._programs: dict[tuple[str, int], Program] = {}
+        self._programs: dict[tuple[str, int, bool], Program] = {}
+        self._filtered = False
         self._make = {"verify": self._verify, "decode": self._decode, "rows": self._rows}
         self._make |= {"propose": self._propose, "choose": self._choose, "fill": self._fill}
         self._pool = pool
@@ -145,7 +117,7 @@ class StepPrograms:
         """
         return NARROW if self._is_gpu and num_rows <= NARROW else MAX_ROWS
 
-    def run(self, name: str, cols: int) -> None:
+    def run(self, name: str, cols: int, *, filtered: bool = False) -> None:
         """Launch a program.
 
         Args:
@@ -154,11 +126,16 @@ class StepPrograms:
                 ``propose``: drafts for the rows laid out; ``fill``: target without head, and the context;
                 ``choose``: logits and tokens of ``scratch.normed``.
             cols: From ``columns``, of the live rows before it or after, whichever are more.
+            filtered: Some of the requests filter their tokens.
         """
-        key = (name, cols)
+        key = (name, cols, filtered)
         if key not in self._programs:
-            self._programs[key] = Program(partial(self._make[name], cols), self._pool)
+            self._programs[key] = Program(partial(self._body, *key), self._pool)
         self._programs[key]()
+
+    def _body(self, name: str, cols: int, filtered: bool) -> None:
+        self._filtered = filtered
+        self._make[name](cols)
 
     def warm_up(self) -> None:
         """Compile all programs side by side, then run each on no rows and capture it; nothing on a CPU."""
@@ -166,7 +143,7 @@ class StepPrograms:
             return
         names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
-        bodies = [partial(self._make[name], cols) for name, cols in keys]
+        bodies = [partial(self._body, name, cols, False) for name, cols in keys]
         compile_ahead(bodies)
         self.state.words.zero_()
         if self._cuda_layers is not None:
@@ -176,6 +153,7 @@ class StepPrograms:
                 for _ in range(2):
                     self.run(name, cols)
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -238,7 +216,7 @@ class StepPrograms:
             layer=self._run_layer,
         )
 
-    def _draft_step(self, cols: int) -> DraftStep:
+    def _draft_step(self, cols: int, *, logits: bool = False) -> DraftStep:
         assert self.drafter is not None
         assert self._features is not None
         return DraftStep(
@@ -251,6 +229,7 @@ class StepPrograms:
             self.scratch,
             self._features,
             token_map=self._token_map,
+            logits=self.logits if logits else None,
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
@@ -269,17 +248,36 @@ class StepPrograms:
             mask_token=self.drafter.mask_token if self.drafter is not None else 0,
         )
 
+    def _filter(self, cols: int, tokens: Tensor, position_offset: int, *, is_draft: bool = False) -> None:
+        if self._filtered:
+            inputs, state = self._inputs, self.state.fields
+            choose_filtered(
+                self.logits,
+                tokens,
+                Filters(state["top_k"], state["top_p"], state["log_min_p"]),
+                inputs.seeds,
+                inputs.temperatures,
+                self.rows,
+                self._launch(cols),
+                position_offset=position_offset,
+                is_draft=is_draft,
+            )
+
+    def _run_target(self, cols: int, *, taps: bool, logits: bool) -> None:
+        self._target_step(cols, taps=taps, logits=logits or self._filtered).run()
+        self._filter(cols, self.state.fields["sampled"], 1)
+
     def _verify(self, cols: int) -> None:
-        self._target_step(cols, taps=True, logits=self._keeps_logits).run()
+        self._run_target(cols, taps=True, logits=self._keeps_logits)
         self._draft_step(cols).append_context(self._taps)
         self._accept(cols)
 
     def _decode(self, cols: int) -> None:
-        self._target_step(cols, taps=False, logits=self._keeps_logits).run()
+        self._run_target(cols, taps=False, logits=self._keeps_logits)
         self._accept(cols)
 
     def _rows(self, cols: int) -> None:
-        self._target_step(cols, taps=True, logits=True).run()
+        self._run_target(cols, taps=True, logits=True)
         if self.drafter is not None:
             self._draft_step(cols).append_context(self._taps)
 
@@ -289,17 +287,12 @@ class StepPrograms:
             self._draft_step(cols).append_context(self._taps)
 
     def _propose(self, cols: int) -> None:
-        self._draft_step(cols).propose()
+        # A drafter with a vocabulary of its own drafts unfiltered: its logits are of other tokens.
+        is_filtered = self._filtered and self._token_map is None
+        self._draft_step(cols, logits=is_filtered).propose()
+        if is_filtered:
+            self._filter(cols, self._inputs.input_ids, 0, is_draft=True)
 
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()
-
-
-def _interpreted_tiles(drafter: DFlashDrafter | None) -> Tiles:
-    """Return tiles that make few programs: under the interpreter they run one after another."""
-    tiles = {field.name: Tile(64, 64, split=2, warps=1, stages=1) for field in fields(Tiles)}
-    if drafter is not None:
-        config = drafter.config
-        rows = gcd(64, 2 * config.num_key_value_heads * config.head_dim)  # of one layer's norm
-        tiles["context"] = Tile(rows, 64, split=2, warps=1, stages=1)
-    return Tiles(**tiles | {"head": Tile(128, 64, warps=1, stages=1)})
+        self._filter(cols, self.state.fields["sampled"], 1)

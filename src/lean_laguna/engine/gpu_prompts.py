@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.engine.gpu_lanes import Lanes, mark
+from lean_laguna.engine.gpu_layout import has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
 from lean_laguna.engine.sequence import SequenceState
@@ -128,4 +129,5 @@ class Head:
     def _run(self, sequence: SequenceState | None, position: int, hidden: Tensor) -> None:
         self._lanes.put_rows(sequence, position, len(hidden))
         self._programs.scratch.normed[: len(hidden)].copy_(hidden)
-        self._programs.run("choose", self._programs.columns(len(hidden)))
+        filtered = sequence is not None and has_filters([sequence])
+        self._programs.run("choose", self._programs.columns(len(hidden)), filtered=filtered)

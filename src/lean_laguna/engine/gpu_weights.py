@@ -53,6 +53,19 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
     return reason
 
 
+def can_compile_cuda(weight: Tensor) -> bool:
+    """Say whether the CUDA C++ kernels can be built here for weights of this kind."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    from lean_laguna.kernels.cuda.compiler import CompilationError, nvrtc
+
+    try:
+        nvrtc()
+    except CompilationError:
+        return False
+    return True
+
+
 def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 

@@ -34,6 +34,7 @@ class DraftStep:
         scratch: Buffers, shared with the target.
         features: Buffers of the context.
         token_map: [V] int what to add to a reduced vocabulary's ids, or None.
+        logits: [MAX_ROWS, V] float32, written by ``propose``, or None.
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
@@ -48,6 +49,7 @@ class DraftStep:
     scratch: Scratch
     features: Features
     token_map: Tensor | None = None
+    logits: Tensor | None = None
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
@@ -109,6 +111,7 @@ class DraftStep:
             self.tiles.head,
             launch,
             position_offset=0,
+            logits=self.logits,
             draft_rows=(rows.row_start, rows.row_request),
             token_map=self.token_map,
         )

@@ -1,0 +1,26 @@
+"""A block's fields share its memory on both sides, and do not overlap."""
+
+import numpy as np
+
+from lean_laguna.engine.gpu_state import MAX_ROWS, MAX_STOPS, NUM_WORDS, RING, Block
+
+
+def test_fields_cover_the_block_without_overlap():
+    block = Block.allocate("cpu")
+    for i, part in enumerate(block.fields.values()):
+        part.fill_(i + 1)
+    sizes = {name: part.numel() * part.element_size() // 4 for name, part in block.fields.items()}
+    assert sum(sizes.values()) == NUM_WORDS == block.words.numel()
+    for i, (name, part) in enumerate(block.fields.items()):
+        assert bool((part == i + 1).all()), name
+        assert part.data_ptr() % 16 == 0, name
+    assert block.fields["stop_ids"].shape == (MAX_ROWS, MAX_STOPS)
+    assert block.fields["ring"].shape == (MAX_ROWS, RING)
+
+
+def test_arrays_write_through_to_the_words():
+    block = Block.allocate("cpu")
+    block.arrays["seeds"].view(np.uint64)[1] = 2**64 - 1
+    block.arrays["temperatures"][2] = 0.5
+    assert block.fields["seeds"][1].item() == -1
+    assert block.fields["temperatures"][2].item() == 0.5
