@@ -74,14 +74,16 @@ class Bench:
         options = {"max_num_seqs": 16, "kv_cache_memory_bytes": 2 << 30, **options}
         return LLM("nano", speculative_config=speculative, kernels=self.args.kernels, **options)
 
-    def nano_requests(self, llm: LLM, temperature: float, count: int, length: int) -> list[Any]:
+    def nano_requests(
+        self, llm: LLM, temperature: float, count: int, length: int, **options: Any
+    ) -> list[Any]:
         texts = Path(__file__).read_text().split("\n\n")
         requests = []
         for i in range(count):
             ids = llm.tokenizer.encode(texts[i % len(texts)])[: 8 + i % 57]
             ids = [2, *ids, *tokens(1 + i % 5, i, 4096)]
-            params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=i)
-            requests.append((ids, params))
+            options |= {"temperature": temperature, "max_tokens": length, "ignore_eos": True, "seed": i}
+            requests.append((ids, SamplingParams(**options)))
         return requests
 
     def hashed(self, llm: LLM, requests: list[Any], until: float) -> tuple[list[Any], float]:
@@ -108,37 +110,41 @@ class Bench:
         return found, seconds
 
     def nano(self) -> dict[str, Any]:
-        """Tokens and logits with a drafter and without, at both temperatures, 16 streams at once."""
+        """Tokens and logits with a drafter and without, sampled three ways, 16 streams at once."""
         tiny = self.args.tiny
         count, length = (3, 6) if tiny else (self.args.nano_requests, 256)
-        result: dict[str, Any] = {}
+        result: dict[str, Any] = {"compared": {"tokens": 0, "token_mismatches": 0, "logits_mismatches": 0}}
         end = time.monotonic() + 0.6 * self.left()
-        for temperature in (0.0, 0.8):
-            found = {}
-            for k in (None, 7, "auto"):
-                llm = self.nano_engine(k)
-                requests = self.nano_requests(llm, temperature, count, length)
-                share = (end - time.monotonic()) / (1 if temperature else 2)
-                until = time.monotonic() + (1e9 if tiny else share / 2)
+        ways = (
+            ("T=0", 0.0, {}, count),
+            ("T=0.8", 0.8, {}, count),
+            ("T=0.8 top_k=20", 0.8, {"top_k": 20}, max(1, count // 8)),
+        )
+        for label, temperature, options, own_count in ways:
+            found: dict[Any, Any] = {}
+            for k in (None, *self.args.nano_drafts.split(",")):
+                llm = self.nano_engine(k if k in (None, "auto") else int(k))
+                requests = self.nano_requests(llm, temperature, own_count, length, **options)
+                until = time.monotonic() + (1e9 if tiny else max(5.0, (end - time.monotonic()) / 2))
                 found[k], seconds = self.hashed(llm, requests, until)
                 num = sum(len(one[0]) for one in found[k] if one)
-                stats = llm.stats().speculation
-                result[f"T={temperature} k={k}"] = {
+                result[f"{label} k={k}"] = {
                     "tokens": num,
                     "seconds": round(seconds, 2),
-                    "tok_per_s": round(num / seconds),
-                    "tokens_per_step": stats.mean_acceptance_length,
+                    "tokens_per_step": llm.stats().speculation.mean_acceptance_length,
                     "draft_length": llm.stats().draft_length_reason,
                 }
                 del llm
-            for k in (7, "auto"):
+            for k in self.args.nano_drafts.split(","):
                 pairs = [(a, b) for a, b in zip(found[None], found[k], strict=True) if a and b]
-                result[f"T={temperature} compared k={k}"] = {
-                    "requests": len(pairs),
+                compared = {
                     "tokens": sum(len(a[0]) for a, _ in pairs),
                     "token_mismatches": sum(a[0] != b[0] for a, b in pairs),
                     "logits_mismatches": sum(a[1] != b[1] for a, b in pairs),
                 }
+                result[f"{label} compared k={k}"] = compared
+                for key, value in compared.items():
+                    result["compared"][key] += value
         return result
 
     # --- speed on a published shape
@@ -320,7 +326,7 @@ class Bench:
         running: list[Any] = []
         end = time.monotonic() + max(5.0, self.left() - 15)
         while counts["steps"] < steps and time.monotonic() < end:
-            if len(running) < 20 and draw.random() < 0.5:
+            if len(running) < 20 and draw.random() < 0.15:
                 ids = tokens(draw.randint(1, 300 if not self.args.tiny else 12), draw.getrandbits(30), 4096)
                 params = SamplingParams(
                     temperature=1.0, max_tokens=draw.randint(1, 200), seed=counts["steps"]
@@ -359,6 +365,7 @@ def main() -> None:
     parser.add_argument("--shape", default="laguna-xs")
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--nano-requests", type=int, default=400)
+    parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
     parser.add_argument("--soak-steps", type=int, default=20_000)
     parser.add_argument("--kernels", default="triton", help="auto: CUDA C++ where it fits")
     parser.add_argument("--tiny", action="store_true")

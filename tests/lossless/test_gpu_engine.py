@@ -127,6 +127,7 @@ def test_log_probabilities_are_of_the_same_tokens_and_logits(requests, expected)
     assert all(token in row for token, row in zip(tokens, output.outputs[0].logprobs, strict=True))
 
 
+@pytest.mark.slow
 def test_the_most_probable_tokens_are_sampled_from_on_the_device(capsys):
     request = (PROMPTS[1], params(1, 3, top_k=3, top_p=0.9))
     plain, drafting = Run(toy_engine(), request), Run(toy_engine(3), request)
@@ -138,6 +139,7 @@ def test_the_most_probable_tokens_are_sampled_from_on_the_device(capsys):
         assert row[token].rank <= 3
 
 
+@pytest.mark.slow
 def test_options_of_the_host_are_lossless_too(capsys):
     request = (PROMPTS[1], params(1, 3, top_p=0.9, repetition_penalty=1.2, min_tokens=2))
     assert Run(toy_engine(3), request).finish() == Run(toy_engine(), request).finish()
