@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lean_laguna.kernels.elementwise import MAX_ELEMENTS, add_up, scalar
+from lean_laguna.kernels.elementwise import MAX_ELEMENTS, add_up
 from lean_laguna.kernels.linear import is_batched, is_tiled
 from lean_laguna.kernels.moe import MAX_BANK
 
@@ -22,7 +22,7 @@ class TileRouter:
         by_expert: Weight of each expert for each row, 0 where not chosen, [E, R, 1].
     """
 
-    def __init__(self, logits: torch.Tensor, bias: torch.Tensor, top_k: int, norm_topk: bool, scaling: float):
+    def __init__(self, logits: torch.Tensor, bias: torch.Tensor, top_k: int, norm_topk: bool):
         """Bind the buffers.
 
         Args:
@@ -30,10 +30,9 @@ class TileRouter:
             bias: Correction bias, [E] float32.
             top_k: Experts A per token.
             norm_topk: Divide the chosen scores by their sum.
-            scaling: Factor on the weights.
         """
         rows, experts = logits.shape
-        self._logits, self._norm_topk, self._scaling, self._top_k = logits, norm_topk, scalar(scaling), top_k
+        self._logits, self._norm_topk, self._top_k = logits, norm_topk, top_k
         self._scores, self._weights = torch.empty(rows, experts), torch.empty(rows, top_k)
         self._sum = torch.empty(rows, 1)
         self.by_expert = torch.zeros(experts, rows, 1)
@@ -52,7 +51,6 @@ class TileRouter:
         self._weights_np[...] = self._scores_np[self._rows, chosen]
         if self._norm_topk:
             self._weights.div_(torch.sum(self._weights, -1, keepdim=True, out=self._sum))
-        self._weights.mul_(self._scaling)
         self._by_row_np.fill(0)
         self._by_row_np[self._rows, chosen] = self._weights_np
         return sorted({expert for row in chosen.tolist() for expert in row})

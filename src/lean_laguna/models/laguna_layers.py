@@ -243,11 +243,11 @@ class SparseMoe(nn.Module):
         joint = dispatch.linear(x, self.packed)
         shared_gate_up, logits = joint.split((joint.shape[1] - self.num_experts, self.num_experts), 1)
         weights, expert_ids = self.gate.route(logits.float())
-        weights.mul_(scalar(self.scaling))
         experts = self.experts
         routed = dispatch.moe_experts(x, experts.gate_up_proj, experts.down_proj, weights, expert_ids)
         shared = dispatch.linear(dispatch.silu_and_mul(shared_gate_up), self.shared_experts.down_proj.weight)
-        return routed.add_(shared)
+        # As transformers has it: routing weights rounded to the model's dtype, and the sum scaled.
+        return routed.mul_(scalar(self.scaling, routed.dtype)).add_(shared)
 
     def dense(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Transform [B, S, D], differentiably.
@@ -258,12 +258,12 @@ class SparseMoe(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         logits = F.linear(rows, self.gate.weight).float()
         weights, expert_ids = self.gate.route(logits)
-        weights = (weights * self.scaling).to(logits.dtype)
+        weights = weights.to(rows.dtype)
         if self.num_experts <= _DENSE_TRAINING_EXPERTS:
             routed = self._dense_bank(rows, weights, expert_ids)
         else:
             routed = self._visit(rows, weights, expert_ids)
-        return (routed + self.shared_experts.dense(rows)).view_as(x), expert_ids
+        return (routed * self.scaling + self.shared_experts.dense(rows)).view_as(x), expert_ids
 
     def _dense_bank(
         self, rows: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.kernels.dispatch import ROW_TILE
+from lean_laguna.kernels.elementwise import scalar
 from lean_laguna.kernels.kv_mirror import KVMirror, TilePlan
 from lean_laguna.kernels.linear import TILE_HEIGHTS
 from lean_laguna.kernels.prepared import TileAttention, TileLinear, TileNorm
@@ -52,7 +53,8 @@ class TileSparse:
         width, router = moe.shared_experts.gate_proj.weight.shape[0], moe.gate
         self._gate, self._up = joint.out[:, :width], joint.out[:, width : 2 * width]
         bias = router.e_score_correction_bias
-        self._route = TileRouter(joint.out[:, 2 * width :], bias, router.top_k, router.norm_topk, moe.scaling)
+        self._route = TileRouter(joint.out[:, 2 * width :], bias, router.top_k, router.norm_topk)
+        self._scaling = scalar(moe.scaling)
         experts = moe.experts
         self._experts = TileExperts(experts.gate_up_proj, experts.down_proj, self._route.by_expert)
 
@@ -60,7 +62,7 @@ class TileSparse:
         """Transform a tile [R, D]."""
         self._joint(x)
         routed = self._experts(x, self._route())
-        return routed.add_(self._down(F.silu(self._gate).mul_(self._up)))
+        return routed.mul_(self._scaling).add_(self._down(F.silu(self._gate).mul_(self._up)))
 
 
 class TileLayer:

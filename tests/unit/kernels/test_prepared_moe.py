@@ -15,7 +15,7 @@ def test_routed_experts_have_the_references_bits(height, experts, top_k, distinc
     down = torch.randn(experts, 20, 24, generator=generator).transpose(1, 2)
     bias = 0.1 * torch.randn(experts, generator=generator)
     joint = torch.empty(height, 40 + experts)
-    router = TileRouter(joint[:, 40:], bias, top_k, norm_topk, 2.5)
+    router = TileRouter(joint[:, 40:], bias, top_k, norm_topk)
     assert TileExperts.fits(gate_up, down, height)
     prepared = TileExperts(gate_up, down, router.by_expert)
     for _ in range(3):
@@ -24,15 +24,15 @@ def test_routed_experts_have_the_references_bits(height, experts, top_k, distinc
         weights, expert_ids = route(joint[:, 40:], bias, top_k, norm_topk=norm_topk)
         used = router()
         assert used == sorted(set(expert_ids.flatten().tolist()))
-        placed = torch.zeros(height, experts).scatter_(1, expert_ids, weights * 2.5)
+        placed = torch.zeros(height, experts).scatter_(1, expert_ids, weights)
         assert torch.equal(router.by_expert.squeeze(-1).t(), placed)
-        expected = moe_experts(x, gate_up, down, weights * 2.5, expert_ids)
+        expected = moe_experts(x, gate_up, down, weights, expert_ids)
         assert torch.equal(prepared(x, used), expected)
 
 
 def test_equal_scores_go_to_the_lower_expert():
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 0.0, 2.0]])
-    router = TileRouter(logits, torch.zeros(4), 2, True, 1.0)
+    router = TileRouter(logits, torch.zeros(4), 2, True)
     assert router() == [0, 1, 2]
     assert router.by_expert.squeeze(-1).t().tolist() == [[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0]]
 

@@ -1,10 +1,14 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
 from tests.support.targets import PagedRun, laguna_json, random_ids, random_target, run_alone
 
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.kernels.elementwise import silu_and_mul
+from lean_laguna.kernels.linear import linear
+from lean_laguna.kernels.moe import moe_experts
 from lean_laguna.models.laguna import LagunaForCausalLM
 
 # Dense and tiled float32 programs add in another order.
@@ -158,3 +162,20 @@ def test_bfloat16_keeps_rows_apart_too(tiny_config):
     first = run_alone(target, ids, [30])[0]
     assert torch.equal(first, run_alone(target, ids, [1] * 30)[0])
     assert first.dtype == torch.float32
+
+
+def test_routing_weights_are_rounded_before_the_sum_is_scaled(tiny_config):
+    config = dataclasses.replace(tiny_config, moe_routed_scaling_factor=2.7)
+    target = random_target(config).to(torch.bfloat16)
+    moe = next(layer.mlp for layer in target.layers if hasattr(layer.mlp, "experts"))
+    target.pack()
+    x = torch.randn(24, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        found = moe.run(x.clone())
+        joint = linear(x, moe.packed)
+        weights, expert_ids = moe.gate.route(joint[:, -config.num_experts :].float())
+        rounded = weights.bfloat16().float()
+        assert not torch.equal(rounded, weights)
+        routed = moe_experts(x, moe.experts.gate_up_proj, moe.experts.down_proj, rounded, expert_ids)
+        shared = linear(silu_and_mul(joint[:, : -config.num_experts]), moe.shared_experts.down_proj.weight)
+        assert torch.equal(found, routed * torch.tensor(2.7).bfloat16() + shared)
