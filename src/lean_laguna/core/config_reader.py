@@ -5,7 +5,7 @@ What the fields mean is ``model_config``'s business.
 
 from __future__ import annotations
 
-import warnings
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,28 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_norm_type", ("rmsnorm", None), "another normalisation of queries and keys"),
     ("hidden_act", ("silu", None), "another activation"),
     ("rope_style", ("rotate-half", None), "another rotary layout"),
+    ("use_bias", (False, None), "biases"),
+    ("use_qk_norm", (True, None), "queries and keys that are not normed"),
+    ("qk_norm", (True, None), "queries and keys that are not normed"),
+    ("attn_logit_softcapping", (0, 0.0, None), "a cap on attention scores"),
+    ("final_logit_softcapping", (0, 0.0, None), "a cap on the logits"),
+    ("query_pre_attn_scalar", (None,), "another scale of attention scores"),
+    ("attention_multiplier", (None,), "another scale of attention scores"),
+    ("embedding_multiplier", (1, 1.0, None), "scaled embeddings"),
+    ("residual_multiplier", (1, 1.0, None), "a scaled residual stream"),
+    ("logits_scaling", (1, 1.0, None), "scaled logits"),
+    ("logit_scale", (1, 1.0, None), "scaled logits"),
+    ("clip_qkv", (None,), "clipped projections"),
+    ("attention_chunk_size", (None,), "attention in chunks"),
+    ("alibi", (False, None), "another position encoding"),
+    ("use_parallel_residual", (False, None), "attention and feed-forward side by side"),
+    ("q_lora_rank", (None,), "latent attention"),
+    ("kv_lora_rank", (None,), "latent attention"),
+    ("n_shared_experts", (1, None), "another number of shared experts"),
+    ("first_k_dense_replace", (None,), "dense layers named in another way"),
 )
+# From this likeness on, a key that is not known is a known one misspelt.
+_MISSPELT = 0.88
 # Keys that do not change what the model computes at inference.
 _INERT = frozenset(
     """
@@ -136,11 +157,14 @@ class ConfigReader:
                     f"{self.where}: '{field}' = {found!r} asks for {what}, which is not supported; "
                     f"accepted: {shown}"
                 )
-        unknown = sorted(set(self.given) - _INERT - _READ - {field for field, _, _ in _REFUSED})
-        if unknown:
-            warnings.warn(
-                f"{self.where}: keys without meaning here are ignored: {', '.join(unknown)}", stacklevel=4
-            )
+        known = _INERT | _READ | {field for field, _, _ in _REFUSED}
+        for key in sorted(set(map(str, self.given)) - known):
+            # Metadata of publishers and of transformers is ignored, as there; a slip of the pen is not.
+            meant = difflib.get_close_matches(key, known, n=1, cutoff=_MISSPELT)
+            if meant:
+                raise ConfigError(
+                    f"{self.where}: unknown key '{key}'; did you mean '{meant[0]}'? Rename it, or remove it"
+                )
 
     def count(self, field: str, default: int | None = None, minimum: int = 1) -> int:
         """Read a whole number."""

@@ -237,9 +237,33 @@ def test_what_cannot_be_run_is_refused_by_name(changes, message):
     assert str(caught.value).startswith("there/config.json: ")
 
 
-def test_keys_without_meaning_are_named_and_ignored():
-    with pytest.warns(UserWarning, match=r"ignored: my_key, your_key"):
-        LagunaConfig.from_dict(laguna_json(your_key=1, my_key=2))
+def test_metadata_is_ignored_without_a_word():
+    given = laguna_json(my_key=1, provenance={"by": "us"}, unsloth_version="1", bad_words_ids=[[1]])
+    assert LagunaConfig.from_dict(given) == LagunaConfig.from_dict(laguna_json())
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("slidng_window", "sliding_window"),
+        ("gatings", "gating"),
+        ("moe_routed_scale_factor", "moe_routed_scaling_factor"),
+    ],
+)
+def test_a_misspelt_key_is_an_error_that_names_it(key, meant):
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean '{meant}'"):
+        LagunaConfig.from_dict(laguna_json(**{key: 3}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("final_logit_softcapping", 30.0), ("embedding_multiplier", 12), ("kv_lora_rank", 512),
+     ("clip_qkv", 8.0),
+     ("use_qk_norm", False), ("n_shared_experts", 2)],
+)  # fmt: skip
+def test_a_key_that_changes_the_maths_is_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"'{key}' = .* not supported"):
+        LagunaConfig.from_dict(laguna_json(**{key: value}))
 
 
 def test_files_are_read_by_name_or_folder(tmp_path):
