@@ -10,7 +10,7 @@ from typing import Any
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.plan.cards import CARDS, MIB, UNIFIED_SYSTEM_BYTES
 from lean_laguna.plan.engine_memory import EngineLimits, EngineMemory, bytes_by_group, loaded_bytes
-from lean_laguna.plan.schemes import SCHEMES, TITLES, stored_as
+from lean_laguna.plan.schemes import TITLES, stored_as
 from lean_laguna.plan.subject import Drafter, Target
 from lean_laguna.plan.vllm_memory import OVERHEAD_BYTES, UNIFIED_OVERHEAD_BYTES, VLLMMemory
 
@@ -193,7 +193,7 @@ def _streams(number: int) -> str:
     return f"{number} stream" + ("s" if number != 1 else "")
 
 
-def cap_bytes(found: Mapping[str, Any], engine: str) -> int:
+def cap_bytes(found: Mapping[str, Any]) -> int:
     """Return the memory limit of a control group that holds a plan: what is planned, and an eighth more.
 
     Where card and system have memories of their own, the limit is for the system's: the program, and pages of
@@ -201,13 +201,9 @@ def cap_bytes(found: Mapping[str, Any], engine: str) -> int:
 
     Args:
         found: A plan.
-        engine: ``lean_laguna`` or ``vllm``.
     """
     if not found["room"]["is_unified"] and found["engine"]["is_on_gpu"]:
         return 16 * 1024 * MIB
-    used = found[engine]["used_bytes"]
+    used = found["lean_laguna"]["used_bytes"]
     wanted = used + max(used // 8, 2 * 1024 * MIB)
     return int(min(wanted, max(used, found["room"]["total_bytes"] + UNIFIED_SYSTEM_BYTES // 2)))
-
-
-assert set(SMALLER_SCHEMES) <= set(SCHEMES)

@@ -33,7 +33,7 @@ def cap_line(found: Mapping[str, Any], model: str, drafter: str | None) -> str:
         model: The model's name on the command line.
         drafter: The drafter's, None for none.
     """
-    limit = -(-cap_bytes(found, "lean_laguna") // 2**30)
+    limit = -(-cap_bytes(found) // 2**30)
     run = f"lean-laguna serve {shlex.quote(model)} --drafter {shlex.quote(drafter or 'none')} "
     run += " ".join(found["lean_laguna"]["flags"])
     return f"systemd-run --user --scope --collect -p MemoryMax={limit}G -p MemorySwapMax=0 {run}"

@@ -105,7 +105,7 @@ def test_a_context_beyond_the_model_is_refused():
 
 def test_a_cap_holds_the_plan_and_leaves_the_system_its_share():
     found = plan(XS, DRAFTER, room("gb10"), wish(262144, 2))
-    limit = cap_bytes(found, "lean_laguna")
+    limit = cap_bytes(found)
     assert found["lean_laguna"]["used_bytes"] < limit < card("gb10").memory_bytes - 4 * GIB + 1
     # A card with memory of its own: the cap is for the system's.
-    assert cap_bytes(plan(XS, DRAFTER, room("h200"), wish()), "lean_laguna") == 16 * GIB
+    assert cap_bytes(plan(XS, DRAFTER, room("h200"), wish())) == 16 * GIB
