@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
     terminal = Terminal(is_json=args.json)
     terminal.report(plan_report(found))
-    if args.cap:
+    if args.cap and not found["lean_laguna"]["fits"]:
+        terminal.note("no cap: what does not fit must not be started")
+    elif args.cap:
         model = args.checkpoint or repository_of(args.shape)
         with_drafter = (
             default_drafter(repository_of(args.drafter)) if args.drafter in SHAPES else args.drafter

@@ -200,10 +200,10 @@ def cap_bytes(found: Mapping[str, Any]) -> int:
     the checkpoint that the kernel may take back.
 
     Args:
-        found: A plan.
+        found: A plan that fits.
     """
     if not found["room"]["is_unified"] and found["engine"]["is_on_gpu"]:
         return 16 * 1024 * MIB
     used = found["lean_laguna"]["used_bytes"]
     wanted = used + max(used // 8, 2 * 1024 * MIB)
-    return int(min(wanted, max(used, found["room"]["total_bytes"] + UNIFIED_SYSTEM_BYTES // 2)))
+    return int(min(wanted, found["room"]["total_bytes"] + UNIFIED_SYSTEM_BYTES // 2))

@@ -21,8 +21,10 @@ def test_a_plan_that_fits_is_status_0_and_the_last_line_is_json(capsys):
 
 def test_a_plan_that_does_not_fit_is_status_1_and_says_what_would(capsys):
     words = ["--shape", "laguna-s-2.1", "--memory", "96GB", "--context", "131072"]
-    assert main(["plan", *words, "--no-prefix-caching", "--vllm-kv-dtype", "bfloat16"]) == 1
-    out = capsys.readouterr().out
+    assert main(["plan", *words, "--no-prefix-caching", "--vllm-kv-dtype", "bfloat16", "--cap"]) == 1
+    out, err = capsys.readouterr()
+    assert "systemd-run" not in out
+    assert "no cap: what does not fit must not be started" in err
     assert "does not fit" in out
     assert "weights stored as" in out
 
