@@ -149,7 +149,7 @@ class GpuEngine(LLMEngine):
             self._run_ahead(on_device, deltas, is_alone=is_alone and not on_host)
         on_host = [sequence for sequence in on_host if sequence.is_admitted]
         if on_host:
-            self._step_on_host(on_host, deltas)
+            self._step_on_host(on_host, deltas, is_alone=is_alone and not on_device)
         self._counters.num_steps += 1
         self._counters.decode_s += time.perf_counter() - start_s
 
@@ -297,20 +297,29 @@ class GpuEngine(LLMEngine):
             sequence.speculation.record(drafted, accepted)
             self._counters.speculation.record(drafted, accepted)
 
-    def _step_on_host(self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta]) -> None:
+    def _step_on_host(
+        self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta], *, is_alone: bool
+    ) -> None:
         """Draft, verify and accept for sequences whose tokens the host chooses."""
+        start_s, draft_s = time.perf_counter(), 0.0
         lengths = self._draft_lengths.choose(sequences)
+        counts: list[tuple[int, int]] = []
         for cut in split_rows(lengths):
             own, num_drafts = [sequences[i] for i in cut], [lengths[i] for i in cut]
             for sequence in own:
                 self._prepare(sequence)
             verified = self._host_steps.verify(own, num_drafts)
+            draft_s += verified.draft_s
             for i, sequence in enumerate(own):
                 draft = verified.drafts[i]
                 verdict = self._accept(sequence, draft, verified.sampled.token_ids[i])
-                self._record(sequence, len(draft), verdict.num_accepted_tokens)
+                counts.append((len(draft), verdict.num_accepted_tokens))
+                self._record(sequence, *counts[-1])
                 sequence.num_computed += len(verdict.token_ids)
                 if self._watcher is not None:
                     self._watcher(sequence, verified.logits_of(i)[: len(verdict.token_ids)])
                 found = candidates_of(sequence, verified.sampled, i, len(verdict.token_ids))
                 self._emit(sequence, verdict.token_ids, verdict.num_accepted_tokens, deltas, found)
+        if is_alone:
+            verify_s = time.perf_counter() - start_s - draft_s
+            self._draft_lengths.observe(sequences, counts, draft_s=draft_s, verify_s=verify_s)

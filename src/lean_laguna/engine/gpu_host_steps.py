@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lean_laguna.engine.gpu_lanes import Lanes, mark
+from lean_laguna.engine.gpu_lanes import Lanes, mark, seconds_between
 from lean_laguna.engine.gpu_layout import filters_on_device, has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.sequence import SequenceState
@@ -48,10 +48,12 @@ class Verified:
     Attributes:
         drafts: Of each.
         sampled: The target's tokens, and logits on the host for log-probabilities.
+        draft_s: Seconds that drafting took.
     """
 
     drafts: list[list[int]]
     sampled: SampledRows
+    draft_s: float
 
     def logits_of(self, block: int) -> Tensor:
         """Return the logits of one sequence's rows, [R, V]."""
@@ -78,8 +80,10 @@ class HostSteps:
         lanes.load(lane)
         cols = programs.columns(len(sequences) + sum(num_drafts))
         filtered = has_filters(sequences)
+        start = mark(programs.device)
         if any(num_drafts):
             programs.run("propose", cols, filtered=filtered)
+        drafted = mark(programs.device)
         programs.run("rows", cols, filtered=filtered)
         said = lanes.read_later()
         lanes.wait(mark(programs.device))
@@ -92,7 +96,8 @@ class HostSteps:
             tokens.append([int(t) for t in fields["sampled"][start : start + count]])
         logits = programs.logits[: int(fields["num_rows"][0])].cpu()
         lanes.give_back(said)
-        return Verified(drafts, SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits))
+        sampled = SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits)
+        return Verified(drafts, sampled, seconds_between(start, drafted))
 
     def first_token(self, sequence: SequenceState, token: int, logits: Tensor) -> SampledRows:
         """Return the token after a prompt.

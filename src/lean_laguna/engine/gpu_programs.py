@@ -144,14 +144,16 @@ class StepPrograms:
         names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
+        bodies += [partial(self._body, name, NARROW, True) for name in names]
         compile_ahead(bodies)
         self.state.words.zero_()
         if self._cuda_layers is not None:
             self._cuda_layers.compile_ahead(bodies)
         for name, cols in keys:
-            if name != "rows" or cols == MAX_ROWS:  # captured when first used
-                for _ in range(2):
-                    self.run(name, cols)
+            if name != "rows" or cols == MAX_ROWS:
+                for filtered in {False, cols == NARROW}:  # the rest when first used
+                    for _ in range(2):
+                        self.run(name, cols, filtered=filtered)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
