@@ -137,9 +137,13 @@ class EngineThread:
         self.phase = "ready"
         self._soon(self._on_settled)
         while not self._is_stopping:
-            self._take_commands()
-            if self._streams and not self.is_paused and not self._is_stopping:
-                self._step(self._llm)
+            try:
+                self._take_commands()
+                if self._streams and not self.is_paused and not self._is_stopping:
+                    self._step(self._llm)
+            except Exception as error:  # the thread must outlive any fault, or every request would hang
+                log.exception("the engine's thread failed")
+                self._fail_all(error)
         self.phase = "stopped"
         self._fail_all(ApiError(503, "the server is stopping", code="stopped"))
 
