@@ -147,6 +147,8 @@ class ConfigReader:
             )
         if kind != "laguna":
             raise self.fail("model_type", kind, "'laguna'")
+        if names and not any("laguna" in str(name).lower() for name in names):
+            raise self.fail("architectures", names, "['LagunaForCausalLM']")
         for field, accepted, what in _REFUSED:
             found = self.given.get(field)
             if not any(

@@ -250,4 +250,9 @@ def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
             f"{where}: this is a target ({', '.join(names) or given.get('model_type', 'unnamed')}), not a "
             "drafter; pass it as the model and a drafter as the speculative model"
         )
+    if names and not any(kind in name for name in names for kind in ("DFlash", "DSpark", "Laguna")):
+        raise CheckpointError(
+            f"{where}: 'architectures' must name a DFlash or DSpark drafter, such as 'DFlashDraftModel', "
+            f"found {', '.join(names)}"
+        )
     return "laguna" if is_laguna else "z-lab"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from lean_laguna.core.config import DraftLength, EngineConfig
@@ -9,6 +10,9 @@ from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.draft_length import DraftLengthController
 from lean_laguna.spec.dspark_proposer import DSparkProposer
 from lean_laguna.spec.proposer import Proposer
+
+_CHECKED_DRAFT_TOKENS, _LEAST_ACCEPTED = 200, 2
+"""Of so many first draft tokens a drafter made for the target has more accepted, whatever the text."""
 
 
 class DraftLengths:
@@ -22,6 +26,7 @@ class DraftLengths:
         self.controller = controller
         self._context_len = 0
         self._chosen: list[int] = []
+        self._num_drafted = self._num_accepted = 0
 
     def choose(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Return the drafts wanted per sequence: at most what can be emitted with a bonus token after it."""
@@ -65,6 +70,7 @@ class DraftLengths:
             draft_s: Seconds for proposing and for the drafter's context.
             verify_s: Seconds for the rest.
         """
+        self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
             return
         if any(num_drafts > chosen for (num_drafts, _), chosen in zip(accepted, self._chosen, strict=True)):
@@ -79,6 +85,21 @@ class DraftLengths:
             accepted=accepted,
             unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
         )
+
+    def _check_acceptance(self, accepted: Sequence[tuple[int, int]]) -> None:
+        """Say once, on stderr, that a drafter does not seem to belong to its target."""
+        if self._num_drafted >= _CHECKED_DRAFT_TOKENS:
+            return
+        self._num_drafted += sum(num_drafts for num_drafts, _ in accepted)
+        self._num_accepted += sum(count for _, count in accepted)
+        if self._num_drafted >= _CHECKED_DRAFT_TOKENS and self._num_accepted < _LEAST_ACCEPTED:
+            print(
+                f"lean-laguna: {self._num_accepted} of the first {self._num_drafted} draft tokens were "
+                "accepted: the drafter does not seem to belong to this target. Likely causes: it was trained "
+                "for another checkpoint or another tokenizer, its target_layer_ids or mask_token_id are "
+                "wrong, or its weights are not trained. The output is right, only slower than without it",
+                file=sys.stderr,
+            )
 
     def explain(self) -> str | None:
         """Say in one line what is used and why; None without a drafter."""

@@ -88,6 +88,7 @@ class Intake:
         """
         tokens = tuple(prompt_token_ids)
         self._check_prompt(tokens)
+        self._check_stops(params.stop_token_ids)
         self._check_draft_length(num_speculative_tokens)
         max_tokens = self._max_tokens(len(tokens), params)
         if request_id is None:
@@ -151,6 +152,14 @@ class Intake:
             raise RequestError(
                 f"prompt token id {wrong} is not in the vocabulary (0 to {self._vocab_size - 1})",
                 param="prompt",
+            )
+
+    def _check_stops(self, token_ids: Sequence[int]) -> None:
+        wrong = next((token for token in token_ids if token >= self._vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"stop_token_ids: {wrong} is not in the vocabulary (0 to {self._vocab_size - 1})",
+                param="stop_token_ids",
             )
 
     def _check_draft_length(self, num_speculative_tokens: int | None) -> None:

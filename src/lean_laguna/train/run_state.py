@@ -48,6 +48,11 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
     if resume == "yes" and not has_state:
         raise ConfigError(f"--resume yes: '{work}' holds no state to go on from; leave it out to start")
     theirs = _stored(work / IDENTITY)
+    if has_state and theirs is None:
+        raise ConfigError(
+            f"'{work / IDENTITY}' is missing or damaged, so nothing says whose the state beside it is; "
+            "start anew with --resume no, or give another folder with --work"
+        )
     if has_state and theirs != mine:
         raise ConfigError(
             f"'{work}' holds the state of another run: {_difference(theirs, mine)}; start anew with "
@@ -60,11 +65,13 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
     return has_state
 
 
-def _stored(path: Path) -> Any:
+def _stored(path: Path) -> dict[str, Any] | None:
+    """Return what a run wrote about itself; None where it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _difference(theirs: Any, mine: Any) -> str:

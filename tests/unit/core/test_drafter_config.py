@@ -104,6 +104,7 @@ def test_a_drafter_given_as_the_target_is_named_a_drafter(config):
         (speculators_json(speculators_model_type="eagle3"), "'eagle3'"),
         (zlab_json(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
         (zlab_json(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+        (zlab_json(architectures=["Foo"]), "'architectures' must name a DFlash or DSpark drafter.*found Foo"),
     ],
 )
 def test_other_kinds_of_drafters_are_refused(config, found):

@@ -227,6 +227,7 @@ def test_global_attention_is_full_attention():
         ),
         ({"head_dim": 5}, "must leave an even number of rotary dimensions of head_dim = 5"),
         ({"model_type": "llama"}, "'model_type' must be 'laguna', found 'llama'"),
+        ({"architectures": ["Foo"]}, "'architectures'.*LagunaForCausalLM"),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, "this is a drafter.*speculative model"),
         ({"dflash_config": {}}, "this is a drafter"),
     ],

@@ -109,3 +109,20 @@ def test_a_confident_drafter_walks_further_and_sends_what_pays(slope):
     assert counts.num_cut_draft_tokens == proposer.schedule.num_cut_draft_tokens
     assert (counts.num_cut_draft_tokens > 0) == (slope > 0)
     assert sum(len(unsent[0]) for unsent in controller.unsent if unsent) == counts.num_cut_draft_tokens
+
+
+@pytest.mark.parametrize(("num_accepted", "is_said"), [(0, True), (1, False)])
+def test_a_drafter_that_does_not_belong_to_its_target_is_told_once(num_accepted, is_said, capsys):
+    lengths = DraftLengths(None)
+    for _ in range(100):
+        lengths.observe([], [(7, 0), (7, num_accepted)], draft_s=0.0, verify_s=0.0)
+    said = capsys.readouterr().err
+    assert said.count("does not seem to belong to this target") == is_said
+    assert not is_said or "tokenizer" in said
+
+
+def test_plain_steps_say_nothing_about_a_drafter(capsys):
+    lengths = DraftLengths(None)
+    for _ in range(300):
+        lengths.observe([], [(0, 0)], draft_s=0.0, verify_s=0.0)
+    assert not capsys.readouterr().err

@@ -55,6 +55,12 @@ def test_unusable_prompt_is_refused(prompt, message):
         make_engine().add_request(prompt, PARAMS)
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_refused():
+    params = SamplingParams(max_tokens=4, stop_token_ids=[3, VOCAB])
+    with pytest.raises(RequestError, match=rf"stop_token_ids: {VOCAB} is not in the vocabulary"):
+        make_engine().add_request([5], params)
+
+
 def test_taken_request_id_is_refused_and_free_again_afterwards():
     engine = make_engine()
     engine.add_request([30], PARAMS, request_id="a")
