@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.errors import CheckpointError, ConfigError, nearest
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
@@ -21,21 +22,34 @@ from lean_laguna.models.shapes import SHAPES, drafter_shape, laguna_shape
 from lean_laguna.models.tokenizer import Tokenizer
 
 STD = 0.02
+ALIASES = {"laguna-s": "laguna-s-2.1"}
 
 
 def target_config(shape: str) -> LagunaConfig:
     """Return a target's configuration: of a published shape, or of a checkpoint here by name or folder.
 
     Raises:
-        CheckpointError: Neither; names what there is.
-        ConfigError: The checkpoint's configuration is wrong.
+        ConfigError: Neither; names what there is. Or the checkpoint's configuration is wrong.
     """
-    return laguna_shape(shape) if shape in SHAPES else LagunaConfig.from_file(resolve_model(shape))
+    name = ALIASES.get(shape, shape)
+    if name in SHAPES:
+        return laguna_shape(name)
+    try:
+        folder = resolve_model(shape)
+    except CheckpointError:
+        known = (*SHAPES, *ALIASES)
+        raise ConfigError(
+            f"shape '{shape}' is neither a published shape ({', '.join(known)}) nor a checkpoint here"
+            f"{nearest(shape, known)}"
+        ) from None
+    return LagunaConfig.from_file(folder)
 
 
 def drafter_config(drafter: str, shape: str) -> DFlashConfig:
     """Return a drafter's configuration: ``dummy`` is the shape's published one, else as for a target."""
-    return drafter_shape(shape) if drafter == "dummy" else DFlashConfig.from_file(resolve_model(drafter))
+    if drafter == "dummy":
+        return drafter_shape(ALIASES.get(shape, shape))
+    return DFlashConfig.from_file(resolve_model(drafter))
 
 
 def dummy_target(
