@@ -102,3 +102,19 @@ def _toml(value) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
     return json.dumps(value)
+
+
+def write_documents_recipe(path: Path, *, dspark: bool, model=None, kind="adamw", **changes) -> Path:
+    """Write a recipe for training on documents, DSpark or DFlash; returns its path."""
+    given = dict(model or DRAFTER_MODEL)
+    if dspark:
+        given |= {"architectures": ["LagunaDSparkModel"], "dspark_config": {"markov_rank": 4}}
+    values = {
+        "model": given, "batch_rows": 2, "anchors": 6, "short_block": 6, "long_every": 0, "loss": "decay",
+        "num_eval_draft_tokens": 5, "length": 128, "min_supervised": 3, "held_out_share": 0.2,
+        "optimizer": {"lr": 5e-3, "shape": "cosine", "kind": kind}, "selfgen": {},
+    } | changes  # fmt: skip
+    if dspark:
+        values["terms"] = {"ce": 0.1, "l1": 0.9, "confidence": 1.0}
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+    return path

@@ -18,27 +18,31 @@ DEFAULT_SECONDS, GENERATE_SECONDS = 540.0, 120.0
 RUNS = Path("runs/nano")
 COMMON = {"recipe", "data", "device"}
 TRAINING = COMMON | {"out", "work", "budget", "steps", "resume", "compile"}
+ANSWERING = ("prompts", "thinking", "temperature", "max_tokens", "seed", "given")
 # What each stage takes, and the defaults that are its own.
 STAGES: dict[str, set[str]] = {
     "corpus": {"recipe", "out", "wheels", "no_fetch"},
     "target": TRAINING,
-    "drafter": TRAINING | {"target", "generate_budget"},
+    "drafter": TRAINING | {"target", "generate_budget", "documents", "features"},
+    "responses": {"out", "device", "target", "drafter", *ANSWERING},
     "evaluate": COMMON | {"target", "drafter", "sequences"},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "corpus": {"recipe": "nano/corpus", "out": RUNS / "data", "wheels": RUNS / "wheels"},
     "target": {"recipe": "nano/target", "out": RUNS / "target"},
     "drafter": {"recipe": "nano/dflash", "out": RUNS / "dflash", "target": str(RUNS / "target")},
+    "responses": {"target": "nano", "out": Path("runs/responses.jsonl")},
     "evaluate": {"recipe": "nano/dflash", "target": "nano", "drafter": "nano-dflash"},
 }
 HELP = """\
-usage: lean-laguna train corpus|target|drafter|evaluate [options]
+usage: lean-laguna train corpus|target|responses|drafter|evaluate [options]
 
 Train a model pair from recipes. The same command after a kill goes on where it was.
 
   corpus     fetch, clean and encode the text; learn the tokenizer from it
   target     pretrain the target on it
-  drafter    let the target write text, and train a DFlash drafter on that
+  responses  have the target answer the prompts of a JSONL file (UltraChat, ShareGPT, plain)
+  drafter    train a DFlash or DSpark drafter on what the target writes, or on --documents
   evaluate   measure a pair on held-out text: bits per character, acceptance, ceilings
 
   --recipe NAME|FILE        recipes/NAME.toml of the checkout, or a file (nano/STAGE, nano/dflash)
@@ -48,6 +52,10 @@ Train a model pair from recipes. The same command after a kill goes on where it 
   --budget S | --steps N    seconds for the whole command (540), or optimiser steps in all
   --target M, --drafter M   checkpoint folder or name (runs/nano/target; evaluate: nano pair)
   --generate-budget S       drafter: of the budget, at most so long for the target's text (120)
+  --documents FILE          drafter: train on these responses; --features DIR keeps the target's states
+  --prompts FILE            responses: conversations; --given takes their answers as they are
+  --thinking on|off         responses: the chat template's switch; also --temperature T (0.7),
+                            --max-tokens N (2048), --seed N (0)
   --sequences N             evaluate: so many held-out sequences instead of the recipe's
   --wheels DIR, --no-fetch  corpus: where wheels lie (runs/nano/wheels); fetch none
   --device auto|cpu|cuda    where to train
@@ -73,6 +81,13 @@ def build_parser() -> Parser:
     parser.add_argument("--generate-budget", type=_seconds)
     parser.add_argument("--sequences", type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--no-fetch", action="store_true", default=None)
+    for name in ("--documents", "--features", "--prompts"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--given", action="store_true", default=None)
+    parser.add_argument("--thinking", type=one_of("on", "off"))  # type: ignore[arg-type]
+    parser.add_argument("--temperature", type=_temperature)
+    parser.add_argument("--max-tokens", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--seed", type=whole(0))  # type: ignore[arg-type]
     parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"))  # type: ignore[arg-type]
     parser.add_argument("--compile", type=one_of("auto", "on", "off"))  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true")
@@ -93,13 +108,20 @@ def run(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.stage].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.recipe = find_recipe(args.recipe)
-    if args.stage != "corpus":
+    args.recipe = find_recipe(args.recipe) if args.recipe else None
+    if args.stage not in ("corpus", "responses") and args.documents is None:
         args.data = RUNS / "data" if args.data is None else args.data
         if not args.data.is_dir():
             raise DataError(f"--data {args.data}: no such folder; make it with: lean-laguna train corpus")
     terminal = Terminal(is_json=args.json)
-    stage = {"corpus": _corpus, "target": _target, "drafter": _drafter, "evaluate": _evaluate}[args.stage]
+    stages = {
+        "corpus": _corpus,
+        "target": _target,
+        "responses": _responses,
+        "drafter": _drafter,
+        "evaluate": _evaluate,
+    }
+    stage = stages[args.stage]
     figures = stage(args, started, terminal)
     _report(args, figures, started, terminal)
     return 0
@@ -117,6 +139,10 @@ def _check(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             owners = ", ".join(stage for stage, names in STAGES.items() if name in names)
             raise ConfigError(f"{flag} means nothing to 'train {args.stage}'; it belongs to: {owners}")
+    if args.stage == "responses" and args.prompts is None:
+        raise ConfigError("train responses needs --prompts FILE, a JSONL file of conversations")
+    if args.documents is None and args.features is not None:
+        raise ConfigError("--features keeps the target's states of --documents; give those, too")
     if args.budget is not None and args.steps is not None:
         raise ConfigError("--budget and --steps were both given; training ends by one of them")
 
@@ -141,12 +167,37 @@ def _drafter(args: argparse.Namespace, started: float, terminal: Terminal) -> di
 
     target = resolve_model(args.target)
     from lean_laguna.cli.training_progress import TrainingProgress
+    from lean_laguna.train.document_stages import run_documents
     from lean_laguna.train.stages import run_drafter
 
+    if args.documents is not None:
+        with TrainingProgress(terminal) as progress:
+            options = _options(args, started, terminal, progress.show)
+            return run_documents(args.recipe, target, args.documents, options, features=args.features)
     generate = GENERATE_SECONDS if args.generate_budget is None else args.generate_budget
     with TrainingProgress(terminal) as progress:
         options = _options(args, started, terminal, progress.show)
         return run_drafter(args.recipe, target, options, generate_seconds=generate)
+
+
+def _responses(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
+    from lean_laguna.models.catalog import resolve_model
+    from lean_laguna.train.document_stages import run_responses
+    from lean_laguna.train.responses import ResponseOptions
+
+    names = ("temperature", "max_tokens", "seed")
+    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    thinking = None if args.thinking is None else args.thinking == "on"
+    return run_responses(
+        args.prompts,
+        resolve_model(args.target),
+        args.out,
+        ResponseOptions(thinking=thinking, **chosen),
+        device=args.device or "auto",
+        drafter=args.drafter,
+        is_given=bool(args.given),
+        report=terminal.note,
+    )
 
 
 def _evaluate(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
@@ -183,7 +234,8 @@ def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo:
         work=args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work,
         device=resolve_device(args.device or "auto"),
         started=started,
-        seconds=budget if args.steps is None else None,
+        # Documents are read for the recipe's epochs where nothing else is asked for.
+        seconds=None if args.steps is not None or (args.documents and args.budget is None) else budget,
         steps=args.steps,
         resume=args.resume or "auto",
         compile_mode=args.compile,
@@ -199,8 +251,25 @@ def _report(args: argparse.Namespace, figures: dict[str, float], started: float,
     made = None if args.out is None else str(args.out)
     terminal.report(f"{args.stage}: {seconds} s" + (f", written to {made}" if made else ""))
     terminal.json_line(
-        {"stage": args.stage, "recipe": str(args.recipe), "out": made, "seconds": seconds, **figures}
+        {
+            "stage": args.stage,
+            "recipe": args.recipe and str(args.recipe),
+            "out": made,
+            "seconds": seconds,
+            **figures,
+        }
     )
+
+
+def _temperature(text: str) -> float:
+    """Take a temperature, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, found {text!r}")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -63,6 +63,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         default_kwargs: Mapping[str, Any] | None = None,
         where: str = "chat template",
+        environment: jinja2.Environment | None = None,
     ):
         """Compile the template.
 
@@ -71,6 +72,7 @@ class ChatTemplate:
             special_tokens: ``bos_token`` and so on, as the template may name them.
             default_kwargs: Arguments used where a call gives none.
             where: The file, for messages.
+            environment: From :func:`template_environment`; None for the usual one.
 
         Raises:
             CheckpointError: The template does not compile; names the line.
@@ -79,7 +81,7 @@ class ChatTemplate:
         self.default_kwargs = dict(default_kwargs or {})
         self.special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
+            self._template = (environment or template_environment()).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{where}: not a valid template, line {error.lineno}: {error.message}"
@@ -186,9 +188,16 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> jinja2.Environment:
+def template_environment(
+    generation: type[jinja2.ext.Extension] = _GenerationBlocks,
+) -> jinja2.Environment:
+    """Return the sandbox that templates run in.
+
+    Args:
+        generation: What renders ``{% generation %}`` blocks.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

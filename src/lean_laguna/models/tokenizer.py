@@ -102,6 +102,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of ``text``, and for each the characters it stands for, as start and end."""
+        found = self._backend.encode(text, add_special_tokens=False)
+        return list(found.ids), [(int(start), int(end)) for start, end in found.offsets]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``, without an unfinished character at the end."""
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens)

@@ -5,15 +5,19 @@ Half of the sequences fit the temperatures, the other half says how far they can
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.spec.confidence import fit_temperatures, survival_error
-from lean_laguna.train.drafter_eval import slot_outcomes
+from lean_laguna.train.documents import Document
+from lean_laguna.train.drafter_eval import document_text, slot_outcomes
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import accepted_lengths
 
@@ -59,6 +63,50 @@ def calibrate(
     return figures
 
 
+@torch.no_grad()
+def calibrate_documents(
+    drafter: DSparkDrafter,
+    target: LagunaForCausalLM,
+    documents: Sequence[Document],
+    out: Path,
+    provenance: dict[str, str],
+) -> dict[str, float]:
+    """Fit the temperatures of the kind of request that the documents are, and write the drafter anew.
+
+    Args:
+        drafter: With a confidence head.
+        target: Its target.
+        documents: Held out; those without a seed of the engine's noise count as greedy.
+        out: The drafter's folder.
+        provenance: For its config.
+
+    Returns:
+        The calibration error before and after; of the same blocks where there are too few documents to halve.
+    """
+    logits, accepted, owners = [], [], []
+    for index, document in enumerate(documents):
+        text = document_text(document, target)
+        blocks = visited_blocks(drafter, target, text)
+        logits.append(blocks[0])
+        accepted.append(blocks[1])
+        owners.append(torch.full_like(blocks[2], index))
+    every, lengths, owner = torch.cat(logits), torch.cat(accepted), torch.cat(owners)
+    if not len(every):
+        return {}
+    is_fit = owner % 2 == 0
+    rest = ~is_fit if bool((~is_fit).any()) and bool(is_fit.any()) else torch.ones_like(is_fit)
+    is_fit = is_fit if bool(is_fit.any()) else rest
+    kept = tuple(round(value, 4) for value in fit_temperatures(every[is_fit], lengths[is_fit]))
+    is_sampled = any(document.seed is not None and document.temperature for document in documents)
+    heads = drafter.heads
+    drafter.set_heads(
+        replace(heads, sampled_temperatures=kept) if is_sampled else replace(heads, greedy_temperatures=kept)
+    )
+    save_drafter(drafter, out, format=drafter.config.format, dtype=torch.bfloat16, provenance=provenance)
+    before, after = (survival_error(every[rest], lengths[rest], temperatures) for temperatures in ((), kept))
+    return {"ece_before": sum(before) / len(before), "ece_after": sum(after) / len(after)}
+
+
 def visited_blocks(
     drafter: DSparkDrafter, target: LagunaForCausalLM, text: Generated, rows: int = 16
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +116,6 @@ def visited_blocks(
     """
     num_drafts = drafter.config.max_draft_tokens
     written = text.tokens.shape[1] - int(text.prefix_lengths[0])
-    num_drafts = min(num_drafts, max(1, written // 2))
     logits, accepted, owners = [], [], []
     for start in range(0, len(text.tokens), rows):
         stop = min(start + rows, len(text.tokens))
@@ -82,7 +129,7 @@ def visited_blocks(
             while anchor + num_drafts < written:
                 places.append(anchor)
                 anchor += row[anchor] + 1
-            logits.append(confidence[index, places])
+            logits.append(confidence[index, places].view(-1, num_drafts))
             accepted += [row[place] for place in places]
             owners += [start + index] * len(places)
     return torch.cat(logits), torch.tensor(accepted), torch.tensor(owners)

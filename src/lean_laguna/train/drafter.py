@@ -20,18 +20,22 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.block_attention import AttentionKind
 from lean_laguna.train.blocks import Blocks, make_blocks, sample_anchors
 from lean_laguna.train.compiling import CompileMode, choose_compiled, fastest
-from lean_laguna.train.drafter_eval import evaluate_kinds
+from lean_laguna.train.documents import Document
+from lean_laguna.train.drafter_eval import evaluate_documents, evaluate_kinds
 from lean_laguna.train.drafter_forward import TargetStates, capture, drafter_loss
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.loop import Echo, RunLog, print_event, train
 from lean_laguna.train.metrics import accepted_lengths
+from lean_laguna.train.processes import Processes, join, shard, whole_state
 from lean_laguna.train.recipe import DrafterRecipe
 from lean_laguna.train.run_state import STATE
 from lean_laguna.train.schedule import Budget
+from lean_laguna.train.text_source import GeneratedSource, TextBatch, TextSource
 
 # On the H200 a compiled capture ended in CUBLAS_STATUS_EXECUTION_FAILED and broke the CUDA context for good;
 # eager does 850,000 block rows a second there.
 DEFAULT_COMPILE: CompileMode = "off"
+HeldOut = dict[str, Generated] | list[Document]
 
 
 def build_drafter(
@@ -91,14 +95,16 @@ class DrafterTask:
         drafter: DFlashDrafter,
         target: LagunaForCausalLM,
         recipe: DrafterRecipe,
-        text: Generated,
-        held_out: dict[str, Generated],
+        source: TextSource,
+        held_out: HeldOut,
         out: Path,
         provenance: dict[str, str],
+        processes: Processes = Processes(),  # noqa: B008 (frozen)
     ) -> None:
-        """Set up; ``held_out`` maps ``greedy`` and ``sampled`` to text that is only evaluated on."""
+        """Set up; ``held_out`` is text by kind, or documents, that are only evaluated on."""
         self._drafter, self._target, self._recipe = drafter, target, recipe
-        self._text, self._held_out, self._out, self._provenance = text, held_out, out, provenance
+        self._source, self._held_out, self._out, self._provenance = source, held_out, out, provenance
+        self._processes = processes
         self._head = target.lm_head.weight.detach()
         self._order, self._order_epoch = torch.empty(0, dtype=torch.int64), -1
         self._loss = drafter_loss
@@ -120,7 +126,7 @@ class DrafterTask:
     def warm_up(self, mode: CompileMode, report: Callable[[str], None]) -> None:
         """Choose how blocks attend, and compiled or eager for the capture and for the drafter's step."""
         device = self._head.device
-        tokens = self._text.tokens[self._rows(0).to(device)].long()
+        tokens = self._source.batch(self._rows(0)).tokens
         for rotary in (*self._target.rotary.values(), self._drafter.rotary):
             rotary.inverse_on(device)  # a first use inside a compiled step would compile it twice
 
@@ -163,8 +169,9 @@ class DrafterTask:
     def loss(self, step: int) -> Tensor:
         """Return the weighted loss of a batch of blocks."""
         loss, parts, terms = self._loss(
-            self._drafter, self._head, *self._inputs(step), self._recipe, self._attention
-        )
+            self._drafter, self._head, *self._inputs(step), self._recipe, self._attention,
+            self._processes.mean,
+        )  # fmt: skip
         mask = self._last_mask
         self._details = parts | {"acceptance": ((terms.correct & mask).sum(0) / mask.sum(0).clamp_min(1))}
         self._details["eal"] = (accepted_lengths(terms.correct, mask) + 1).float().mean()
@@ -184,16 +191,38 @@ class DrafterTask:
         """Nothing follows a step."""
 
     def validate(self) -> dict[str, float]:
-        """Evaluate on held-out prefixes, greedy and sampled."""
-        return evaluate_kinds(self._drafter, self._target, self._held_out, self._recipe.num_eval_draft_tokens)
+        """Evaluate on held-out text."""
+        drafter = self.whole_drafter()
+        if not self._processes.is_first:
+            return {}
+        count = self._recipe.num_eval_draft_tokens
+        if isinstance(self._held_out, dict):
+            return evaluate_kinds(drafter, self._target, self._held_out, count)
+        return evaluate_documents(drafter, self._target, self._held_out, count)
 
     def export(self) -> None:
-        """Write the bf16 drafter in Laguna's native format."""
-        save_drafter(self._drafter, self._out, dtype=torch.bfloat16, provenance=self._provenance)
+        """Write the bf16 drafter in the format of its recipe."""
+        drafter = self.whole_drafter()
+        if self._processes.is_first:
+            save_drafter(
+                drafter,
+                self._out,
+                format=drafter.config.format,
+                dtype=torch.bfloat16,
+                provenance=self._provenance,
+            )
+
+    def whole_drafter(self) -> DFlashDrafter:
+        """Return the drafter, or where it is sharded a whole copy; every process must call it."""
+        if self._processes.count == 1:
+            return self._drafter
+        copy = make_drafter(self._drafter.config).requires_grad_(False)
+        copy.load_state_dict(whole_state(self._drafter, self._processes))
+        return copy.to(self._head.device)
 
     def _rows(self, step: int) -> Tensor:
         """Return which sequences a step reads, [B] int64 on the CPU: each epoch has an order of its own."""
-        count, rows = len(self._text.tokens), self._recipe.batch_rows
+        count, rows = self._source.num_rows, self._recipe.batch_rows
         per_epoch = max(1, count // rows)
         epoch, index = divmod(step, per_epoch)
         if self._order_epoch != epoch:
@@ -203,31 +232,36 @@ class DrafterTask:
 
     def _inputs(self, step: int) -> tuple[Tensor, TargetStates, Blocks]:
         recipe, config = self._recipe, self._drafter.config
-        rows = self._rows(step)
-        tokens = self._text.tokens[rows.to(self._text.tokens.device)].long()
+        rows, own = self._rows(step), self._processes.own
+        whole = self._source.batch(rows)
         is_long = recipe.long_every > 0 and step % recipe.long_every == recipe.long_every - 1
         slots = config.draft_block_size if is_long else min(recipe.short_block, config.draft_block_size)
-        loss_mask = self._text.written_mask(rows)
         generator = torch.Generator().manual_seed(recipe.seed * 104_729 + step)
-        anchors, valid = sample_anchors(loss_mask, recipe.anchors, generator)
+        # Drawn for the whole batch, so that the number of processes changes nothing.
+        anchors, valid = sample_anchors(whole.written, recipe.anchors, generator, whole.document_ids)
+        tokens = own(whole.tokens)
         device = tokens.device
+        documents = None if whole.document_ids is None else own(whole.document_ids).to(device)
+        batch = TextBatch(tokens, own(whole.written), documents)
         blocks = make_blocks(
-            tokens, loss_mask.to(device), anchors.to(device), valid.to(device), slots, config.mask_token_id,
-            sample_from_anchor=config.sample_from_anchor,
+            tokens, batch.written.to(device), own(anchors).to(device), own(valid).to(device), slots,
+            config.mask_token_id, documents, sample_from_anchor=config.sample_from_anchor,
         )  # fmt: skip
         self._last_mask = blocks.label_mask
         with torch.no_grad():
-            states = self._capture(self._target, tokens, config.target_layer_ids)
+            states = self._source.states(
+                own(rows), batch, self._target, config.target_layer_ids, self._capture
+            )
             embeds = self._target.embed(blocks.input_ids)
-        return embeds, TargetStates(states.taps.clone(), states.last.clone()), blocks
+        return embeds, states, blocks
 
 
 def train_drafter(
     recipe: DrafterRecipe,
     *,
     target: LagunaForCausalLM,
-    text: Generated,
-    held_out: dict[str, Generated],
+    text: Generated | TextSource,
+    held_out: HeldOut,
     work: Path,
     out: Path,
     provenance: dict[str, str],
@@ -242,8 +276,9 @@ def train_drafter(
     Args:
         recipe: Shape, loss, optimiser.
         target: The target, on the training device; frozen.
-        text: From :func:`lean_laguna.train.selfgen.generate_text`, on the training device.
-        held_out: ``greedy`` and ``sampled`` evaluation text.
+        text: What to read: sequences of :func:`lean_laguna.train.selfgen.generate_text`, on the training
+            device, or rows of documents.
+        held_out: ``greedy`` and ``sampled`` evaluation text, or documents.
         work: Folder of the state; resumed from if there is one.
         out: Where the bf16 drafter and the log go.
         provenance: Written into the checkpoint: target hash, data hash and the like.
@@ -261,16 +296,22 @@ def train_drafter(
         DataError: Training diverged.
     """
     started = time.monotonic()
-    log = RunLog(out / "train_log.jsonl", echo)
+    device = target.lm_head.weight.device
+    processes = join(device)
+    _check_processes(recipe, processes, seconds, where)
+    log = RunLog(out / "train_log.jsonl", echo, is_silent=not processes.is_first)
     log.open(is_resumed=(work / STATE).exists())
     target.requires_grad_(False)
-    drafter = build_drafter(recipe, target, text.tokens.device, where)
-    task = DrafterTask(drafter, target, recipe, text, held_out, out, provenance)
+    drafter = build_drafter(recipe, target, device, where)
     parameters = sum(p.numel() for p in drafter.parameters())
+    shard(drafter, device, processes)
+    source = GeneratedSource(text) if isinstance(text, Generated) else text
+    task = DrafterTask(drafter, target, recipe, source, held_out, out, provenance, processes)
     log.write(
         "start",
         parameters=parameters,
-        sequences=len(text.tokens),
+        sequences=source.num_rows,
+        processes=processes.count,
         torch=torch.__version__,
         recipe=asdict(recipe),
         provenance=provenance,
@@ -281,5 +322,23 @@ def train_drafter(
     result = train(
         task, recipe.optimizer, budget, work, log,
         val_every_s=recipe.val_every_s, save_every_s=recipe.save_every_s, accumulate=recipe.accumulate,
+        processes=processes,
     )  # fmt: skip
-    return drafter, result
+    return task.whole_drafter(), result
+
+
+def _check_processes(recipe: DrafterRecipe, processes: Processes, seconds: float | None, where: str) -> None:
+    """Refuse what several processes cannot do alike."""
+    if processes.count == 1:
+        return
+    if seconds is not None:
+        raise ConfigError("several processes count steps, since their clocks differ; give --steps")
+    if recipe.optimizer.kind == "muon":
+        raise ConfigError(
+            f"{where}: 'optimizer.kind' muon needs whole matrices; use adamw with several processes"
+        )
+    if recipe.batch_rows % processes.count:
+        raise ConfigError(
+            f"{where}: 'batch_rows' ({recipe.batch_rows}) must be a multiple of the processes, "
+            f"{processes.count}"
+        )

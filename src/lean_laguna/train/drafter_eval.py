@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,12 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.blocks import make_blocks
+from lean_laguna.train.documents import Document
 from lean_laguna.train.drafter_forward import block_hidden, capture, draft_logits, proposal_rows
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import (
     accepted_lengths,
+    chain_counts,
     conditional_accuracy,
     distinct_ngram_share,
     expected_acceptance_length,
@@ -66,6 +69,54 @@ def evaluate(
     for k, (pos, cond) in enumerate(by_slot, 1):
         result[f"pos_acc_{k}"], result[f"cond_acc_{k}"] = pos, cond
     return result
+
+
+@torch.no_grad()
+def evaluate_documents(
+    drafter: DFlashDrafter, target: LagunaForCausalLM, documents: Sequence[Document], num_draft_tokens: int
+) -> dict[str, float]:
+    """Measure acceptance on the last answers of documents, walked as serving walks.
+
+    A draft is drawn with the engine's own noise where the document tells its seed; of other sampled answers
+    the drafter's likeliest token is held against the text.
+
+    Args:
+        drafter: The network.
+        target: Its target.
+        documents: At least one, whose last tokens the target wrote.
+        num_draft_tokens: G.
+
+    Returns:
+        documents_tau_chain, and acc_k for k = 1..G.
+    """
+    cycles = drafts = 0
+    correct, masks = [], []
+    for document in documents:
+        text = document_text(document, target)
+        written = text.tokens.shape[1] - int(text.prefix_lengths[0])
+        right, mask = correct_slots(drafter, target, text, 0, 1, num_draft_tokens)
+        walked = chain_counts(accepted_lengths(right, mask).tolist(), 0, written)
+        cycles, drafts = cycles + walked[0], drafts + walked[1]
+        correct.append(right)
+        masks.append(mask)
+    result = {"documents_tau_chain": 1.0 + drafts / max(1, cycles)}
+    accuracy = position_accuracy(torch.cat(correct), torch.cat(masks))
+    return result | {f"documents_acc_{k}": value for k, value in enumerate(accuracy, 1)}
+
+
+def document_text(document: Document, target: LagunaForCausalLM) -> Generated:
+    """Return a document's last answer as text to evaluate on; greedy where its noise is not known."""
+    unwritten = (~document.written).nonzero()
+    prefix = int(unwritten[-1]) + 1 if len(unwritten) else 1
+    known = document.seed is not None and document.temperature is not None
+    return Generated(
+        document.tokens[None].to(target.lm_head.weight.device),
+        torch.tensor([prefix]),
+        (document.temperature or 0.0) if known else 0.0,
+        0,
+        target.config.vocab_size,
+        document.seed if known else None,
+    )
 
 
 @torch.no_grad()

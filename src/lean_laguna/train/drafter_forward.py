@@ -14,7 +14,7 @@ from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.block_attention import AttentionKind, BlockAttention
 from lean_laguna.train.blocks import Blocks
-from lean_laguna.train.losses import SlotTerms, block_loss, slot_terms
+from lean_laguna.train.losses import Logits, SlotTerms, block_loss, slot_terms
 from lean_laguna.train.recipe import DrafterRecipe
 
 CHUNK_LOGITS = 1 << 29  # rows x words of logits at once on a GPU: 2 GiB in float32
@@ -115,6 +115,7 @@ def drafter_loss(
     blocks: Blocks,
     recipe: DrafterRecipe,
     attention: AttentionKind = "dense",
+    mean_over: Logits = lambda total: total,
 ) -> tuple[Tensor, dict[str, Tensor], SlotTerms]:
     """Return the loss of a batch of blocks (scalar), its parts, and what is known of each slot.
 
@@ -126,6 +127,7 @@ def drafter_loss(
         blocks: Anchors, labels and masks.
         recipe: Terms and weighting.
         attention: How blocks attend.
+        mean_over: The mean of a value over processes; see :func:`lean_laguna.train.losses.weighted_mean`.
     """
     on_gpu = embeds.is_cuda
     chunk = max(1, (CHUNK_LOGITS if on_gpu else CPU_CHUNK_LOGITS) // head.shape[0])
@@ -147,7 +149,7 @@ def drafter_loss(
         if has_confidence and recipe.terms.confidence > 0:
             assert isinstance(drafter, DSparkDrafter)
             confidence = drafter.confidence_logits(*rows)
-    loss, parts = block_loss(terms, blocks.label_mask, recipe, confidence)
+    loss, parts = block_loss(terms, blocks.label_mask, recipe, confidence, mean_over)
     return loss, parts, terms
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lean_laguna.core.errors import DataError
 from lean_laguna.core.files import atomic_writer
+from lean_laguna.spec.noise import gumbel_noise
 from lean_laguna.train.run_state import DAMAGE
 
 
@@ -23,6 +24,7 @@ class Generated:
         temperature: Of all sequences, 0 for greedy; for mixed training text the value is not used.
         noise_seed: Seed of the noise that chose the tokens; only evaluation text has one.
         vocab_size: V.
+        engine_seed: Of the one sequence's noise where the engine wrote it; its noise is another function.
     """
 
     tokens: Tensor
@@ -30,6 +32,7 @@ class Generated:
     temperature: float
     noise_seed: int
     vocab_size: int
+    engine_seed: int | None = None
 
     def written_mask(self, rows: slice | Tensor) -> Tensor:
         """Return which tokens the target wrote, [B, S] bool on the CPU."""
@@ -38,6 +41,9 @@ class Generated:
     def noise(self, start: int, stop: int) -> Tensor:
         """Return the Gumbel noise of rows start..stop, [B, S, V] float32 on the tokens' device."""
         device, length = self.tokens.device, self.tokens.shape[1]
+        if self.engine_seed is not None:
+            rows = gumbel_noise([self.engine_seed] * length, range(length), self.vocab_size)
+            return torch.from_numpy(rows).float().to(device)[None]
         return torch.stack(
             [
                 gumbel_rows(self.noise_seed * 65_537 + row, length, self.vocab_size, device)

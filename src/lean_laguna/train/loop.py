@@ -19,6 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.core.errors import CheckpointError, DataError
+from lean_laguna.train.optimizer import AnyOptimizer, make_optimizer
+from lean_laguna.train.processes import (
+    Processes,
+    load_optimizer_state,
+    load_whole,
+    whole,
+    whole_optimizer_state,
+    whole_state,
+)
 from lean_laguna.train.recipe import OptimizerRecipe
 from lean_laguna.train.run_state import DAMAGE, STATE
 from lean_laguna.train.schedule import Budget, learning_rate
@@ -72,19 +81,25 @@ class RunLog:
     Attributes:
         path: The JSONL file, appended to.
         echo: Receives each event's kind and values.
+        is_silent: Neither written nor shown: another process does it.
     """
 
     path: Path
     echo: Echo = print_event
+    is_silent: bool = False
 
     def open(self, *, is_resumed: bool) -> None:
         """Make the folder; a run that starts anew drops the log of an earlier one."""
+        if self.is_silent:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not is_resumed:
             self.path.unlink(missing_ok=True)
 
     def write(self, kind: str, **values: Any) -> None:
         """Log one event."""
+        if self.is_silent:
+            return
         row = {"event": kind, "time": round(time.time(), 2), **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -111,6 +126,7 @@ def train(
     save_every_s: float,
     log_every: int = 25,
     accumulate: int = 1,
+    processes: Processes = Processes(),  # noqa: B008 (frozen)
 ) -> dict[str, float]:
     """Train until the budget is used, then validate and export.
 
@@ -127,7 +143,7 @@ def train(
     optimizer = make_optimizer(task.module, optimizer_recipe)
     folder.mkdir(parents=True, exist_ok=True)
     state_path = folder / STATE
-    state = _restore(state_path, task, optimizer)
+    state = _restore(state_path, task, optimizer, processes)
     if state.step:
         log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
     started = time.monotonic() - state.elapsed_s
@@ -144,13 +160,15 @@ def train(
         task.after_step(progress)
         if state.step % log_every and state.step != 1:
             continue
-        value, now = float(loss), time.monotonic()  # reading the loss waits for the device
-        if not (math.isfinite(value) and math.isfinite(float(norm))):
+        # Reading the loss waits for the device.
+        value, size = float(processes.mean(loss)), float(whole(norm))
+        now = time.monotonic()
+        if not (math.isfinite(value) and math.isfinite(size)):
             rollbacks += 1
             if rollbacks > _MAX_ROLLBACKS or not state_path.exists():
                 raise DataError(f"the loss is {value} at step {state.step}; lower 'lr' in the recipe")
             scale = state.lr_scale * 0.5
-            state = _restore(state_path, task, optimizer)
+            state = _restore(state_path, task, optimizer, processes)
             state.lr_scale = scale
             log.write("rollback", step=state.step, lr_scale=scale)
             started, logged_step, last_log = now - state.elapsed_s, state.step, now
@@ -159,49 +177,31 @@ def train(
         left = _seconds_left(budget, state.step, now - started, per_second)
         log.write(
             "step", step=state.step, progress=round(progress, 4), loss=round(value, 4), lr=rate,
-            grad_norm=round(float(norm), 3), tok_per_s=round(per_second * task.tokens_per_step),
+            grad_norm=round(size, 3), tok_per_s=round(per_second * task.tokens_per_step),
             eta_s=round(left), **task.details(),
         )  # fmt: skip
         last_log, logged_step = now, state.step
-        if now - last_val >= val_every_s and progress < 0.97:
+        if processes.agree(now - last_val >= val_every_s and progress < 0.97):
             log.write("val", step=state.step, **task.validate())
             last_val = time.monotonic()
-        if now - last_save >= save_every_s:
+        if processes.agree(now - last_save >= save_every_s):
             state.elapsed_s = time.monotonic() - started
-            _save(state_path, task, optimizer, state)
+            _save(state_path, task, optimizer, state, processes)
             task.export()
             last_save = time.monotonic()
     task.export()  # first: what is on disk survives a limit that strikes during validation
-    _save(state_path, task, optimizer, state)
+    _save(state_path, task, optimizer, state, processes)
     result = task.validate()
     log.write("final", step=state.step, elapsed_s=round(time.monotonic() - started, 1), **result)
     return result
 
 
-def make_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices and expert banks only; fused on a GPU."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            kept = ("norm", "embed", "markov")  # norms, and tables that are looked up
-            is_matrix = parameter.ndim >= 2 and not any(word in name for word in kept)
-            (decayed if is_matrix else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    on_gpu = any(p.is_cuda for p in module.parameters())
-    betas = (recipe.betas[0], recipe.betas[1])
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=1e-10, fused=on_gpu)
-
-
 def _step(
-    task: Task, optimizer: torch.optim.Optimizer, rate: float, clip: float, step: int, accumulate: int
+    task: Task, optimizer: AnyOptimizer, rate: float, clip: float, step: int, accumulate: int
 ) -> tuple[Tensor, Tensor]:
     """Take one step on the mean gradient of ``accumulate`` batches; returns their mean loss and the norm."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)
     total = torch.zeros(())
     for batch in range(accumulate):
         loss = task.loss(step * accumulate + batch) / accumulate
@@ -219,26 +219,28 @@ def _seconds_left(budget: Budget, step: int, elapsed_s: float, steps_per_s: floa
     return max(0, (budget.steps or 0) - step) / max(1e-9, steps_per_s)
 
 
-def _save(path: Path, task: Task, optimizer: torch.optim.Optimizer, state: _State) -> None:
+def _save(path: Path, task: Task, optimizer: AnyOptimizer, state: _State, processes: Processes) -> None:
     """Write beside, then rename: a kill leaves the old file or the new one, never half of one."""
     held = {
-        "module": task.module.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "module": whole_state(task.module, processes),
+        "optimizer": whole_optimizer_state(task.module, optimizer, processes),
         "state": {"step": state.step, "elapsed_s": state.elapsed_s, "lr_scale": state.lr_scale},
     }
-    beside = path.with_suffix(".tmp")
-    torch.save(held, beside)
-    os.replace(beside, path)
+    if processes.is_first:
+        beside = path.with_suffix(".tmp")
+        torch.save(held, beside)
+        os.replace(beside, path)
+    processes.wait()
 
 
-def _restore(path: Path, task: Task, optimizer: torch.optim.Optimizer) -> _State:
+def _restore(path: Path, task: Task, optimizer: AnyOptimizer, processes: Processes) -> _State:
     """Load the state if there is one; otherwise return a fresh one."""
     if not path.exists():
         return _State()
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-        task.module.load_state_dict(held["module"])
-        optimizer.load_state_dict(held["optimizer"])
+        load_whole(task.module, held["module"], processes)
+        load_optimizer_state(task.module, optimizer, held["optimizer"], processes)
     except DAMAGE as error:
         raise CheckpointError(
             f"'{path}' does not fit this recipe or is damaged: {error}; remove it to start anew"

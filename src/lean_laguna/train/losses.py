@@ -127,14 +127,28 @@ def slot_terms(
     return SlotTerms(*(torch.cat(values).view_as(labels) for values in zip(*scored, strict=True)))
 
 
-def weighted_mean(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Return sum(w * values) / sum(w) over the mask, a scalar; the scale of the weights does not matter."""
+def weighted_mean(
+    values: Tensor, weights: Tensor, mask: Tensor, mean_over: Logits = lambda total: total
+) -> Tensor:
+    """Return sum(w * values) / sum(w) over the mask, a scalar; the scale of the weights does not matter.
+
+    Args:
+        values: [N, G].
+        weights: [N, G] or broadcast to it.
+        mask: [N, G] bool.
+        mean_over: The mean of a value over processes: then the processes' results average to the mean over
+            all slots of all of them.
+    """
     kept = weights * mask
-    return (values * kept).sum() / kept.sum().clamp_min(1e-6)
+    return (values * kept).sum() / mean_over(kept.sum()).clamp_min(1e-6)
 
 
 def block_loss(
-    terms: SlotTerms, mask: Tensor, recipe: DrafterRecipe, confidence: Tensor | None = None
+    terms: SlotTerms,
+    mask: Tensor,
+    recipe: DrafterRecipe,
+    confidence: Tensor | None = None,
+    mean_over: Logits = lambda total: total,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted loss of a batch of blocks and its parts.
 
@@ -143,6 +157,7 @@ def block_loss(
         mask: [N, G] bool, the slots that count.
         recipe: Which terms, and how slots are weighted.
         confidence: [N, G] logits of the confidence head, or None.
+        mean_over: As for :func:`weighted_mean`.
 
     Returns:
         The loss, a scalar, and its terms by name, unweighted and detached.
@@ -156,14 +171,14 @@ def block_loss(
     total = terms.nll.new_zeros(())
     parts: dict[str, Tensor] = {}
     for name, weight, values in _distances(terms, recipe.terms):
-        mean = weighted_mean(values, weights, mask)
+        mean = weighted_mean(values, weights, mask, mean_over)
         parts[name] = mean.detach()
         total = total + weight * mean
     if confidence is not None and recipe.terms.confidence > 0:
         wanted = acceptance_targets(terms, recipe.terms.confidence_target)
         scores = F.binary_cross_entropy_with_logits(confidence, wanted, reduction="none")
         # Decayed whatever the other terms do: D-PACE is made of the acceptance that this term predicts.
-        mean = weighted_mean(scores, decayed, mask)
+        mean = weighted_mean(scores, decayed, mask, mean_over)
         parts["confidence"] = mean.detach()
         total = total + recipe.terms.confidence * mean
     return total, parts

@@ -65,9 +65,11 @@ class CorpusRecipe:
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """AdamW and its schedule.
+    """AdamW, or Muon on matrices with AdamW on the rest, and the schedule.
 
     Attributes:
+        kind: ``adamw`` or ``muon``.
+        muon_scale: Muon's learning rate over AdamW's.
         lr: Peak learning rate.
         betas: Moment decays.
         weight_decay: On matrices only, never on norms, embeddings or the router's bias.
@@ -78,6 +80,8 @@ class OptimizerRecipe:
         shape: ``wsd`` (linear decay) or ``cosine`` (from the end of the warm-up).
     """
 
+    kind: str = "adamw"
+    muon_scale: float = 10.0
     lr: float = 2e-3
     betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -200,6 +204,10 @@ class DrafterRecipe:
         val_every_s: Seconds between evaluations.
         save_every_s: Seconds between checkpoints.
         seed: Data and anchor order.
+        length: Tokens of a row of packed documents.
+        min_supervised: Documents with fewer tokens of the target are left out.
+        held_out_share: Share of the documents that is only evaluated on.
+        epochs: With documents, passes over them, where neither steps nor seconds are given.
     """
 
     model: dict[str, Any]
@@ -220,6 +228,10 @@ class DrafterRecipe:
     val_every_s: float = 60.0
     save_every_s: float = 45.0
     seed: int = 0
+    length: int = 8192
+    min_supervised: int = 14
+    held_out_share: float = 0.05
+    epochs: float = 6.0
 
 
 def load_recipe(kind: type[R], path: Path) -> R:

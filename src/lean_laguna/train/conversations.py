@@ -1,0 +1,104 @@
+"""Conversations from JSONL files in the shapes of common data sets: UltraChat, Magpie or ShareGPT, plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_laguna.core.errors import DataError
+from lean_laguna.core.files import parse_json
+
+_ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "model": "assistant",
+}  # fmt: skip
+SHAPES = (
+    "{'messages': [{'role', 'content'}]} (UltraChat), {'conversations': [{'from', 'value'}]} (ShareGPT, "
+    "Magpie), or {'prompt': text} with 'response' or without"
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation.
+
+    Attributes:
+        id: Unique in its file.
+        messages: Each with ``role`` (system, user, assistant) and ``content``.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+
+    def question(self) -> tuple[dict[str, str], ...]:
+        """Return the messages up to the first user's, which is asked anew.
+
+        Raises:
+            DataError: No user speaks.
+        """
+        for i, message in enumerate(self.messages):
+            if message["role"] == "user":
+                return self.messages[: i + 1]
+        raise DataError(f"conversation '{self.id}': no message of the user")
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read a JSONL file.
+
+    Raises:
+        DataError: No such file; a line that is not JSON or of no known shape; an empty or repeated text; the
+            message names file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"'{path}': cannot be read: {error}") from None
+    found: list[Conversation] = []
+    taken: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"'{path}', line {number}"
+        try:
+            given = parse_json(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}") from None
+        if not isinstance(given, Mapping):
+            raise DataError(f"{where}: must be an object, found {type(given).__name__}")
+        name = str(given.get("id") or given.get("prompt_id") or given.get("uuid") or number)
+        if name in taken:
+            raise DataError(f"{where}: id '{name}' was used before")
+        taken.add(name)
+        found.append(Conversation(name, tuple(_messages(given, where))))
+    if not found:
+        raise DataError(f"'{path}' holds no conversation; a line is {SHAPES}")
+    return found
+
+
+def _messages(given: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    if isinstance(given.get("messages"), list):
+        turns = [(_text(turn, "role", where), _text(turn, "content", where)) for turn in given["messages"]]
+    elif isinstance(given.get("conversations"), list):
+        turns = [(_text(turn, "from", where), _text(turn, "value", where)) for turn in given["conversations"]]
+    elif isinstance(given.get("prompt"), str) or isinstance(given.get("instruction"), str):
+        turns = [("user", str(given.get("prompt") or given.get("instruction")))]
+        if "response" in given:
+            turns.append(("assistant", _text(given, "response", where)))
+    else:
+        raise DataError(f"{where}: of no known shape, its keys are {sorted(given)}; a line is {SHAPES}")
+    messages = []
+    for role, text in turns:
+        if role not in _ROLES:
+            raise DataError(f"{where}: role '{role}' is not one of {', '.join(sorted(_ROLES))}")
+        if not text.strip():
+            raise DataError(f"{where}: the {_ROLES[role]}'s text is empty")
+        messages.append({"role": _ROLES[role], "content": text})
+    return messages
+
+
+def _text(turn: Any, key: str, where: str) -> str:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get(key), str):
+        raise DataError(f"{where}: each turn needs the text '{key}'")
+    return str(turn[key])

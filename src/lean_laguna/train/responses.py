@@ -1,0 +1,143 @@
+"""Answers written by the target itself, through the engine that will serve it: what a drafter is trained on.
+
+A line of the file is a document: its tokens, which of them the target wrote, and how they were sampled. A
+killed run goes on after the last whole line. The tokens are the engine's own, never text tokenised again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lean_laguna.core.errors import ConfigError, DataError
+from lean_laguna.core.files import atomic_write_json, parse_json, sha256_file
+from lean_laguna.core.provenance import checkpoint_hash
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm import LLM
+from lean_laguna.train.conversations import Conversation
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """How the target answers.
+
+    Attributes:
+        thinking: Passed to the chat template as ``enable_thinking``; None leaves the template's default.
+        temperature: 0 for greedy.
+        top_p: Of the filter.
+        top_k: Of the filter, 0 for none.
+        max_tokens: Longest answer.
+        seed: Of the run; each answer's own seed follows from it and is recorded.
+        batch: Conversations asked at once.
+    """
+
+    thinking: bool | None = None
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 2048
+    seed: int = 0
+    batch: int = 64
+
+
+def write_responses(
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    prompts: Path,
+    out: Path,
+    options: ResponseOptions,
+    *,
+    target_folder: Path,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, int]:
+    """Have every conversation's question answered, and write the documents as they come.
+
+    Args:
+        llm: The engine, with a drafter or without: the answers are the same.
+        conversations: Their first questions are asked.
+        prompts: The file they came from, whose hash is recorded.
+        out: JSONL file of documents; beside it ``OUT.meta.json`` says how they were made.
+        options: How the target answers.
+        target_folder: The target's checkpoint.
+        report: Receives a line a batch.
+
+    Returns:
+        Counts of documents, and of those that were there before.
+
+    Raises:
+        ConfigError: The file was begun with other options, prompts or another target.
+        DataError: It is damaged before its last line.
+    """
+    meta = {
+        "target_sha256": checkpoint_hash(target_folder),
+        "tokenizer_sha256": sha256_file(target_folder / "tokenizer.json"),
+        "prompts_sha256": sha256_file(prompts),
+        "sampling": asdict(options),
+    }
+    done = _begun(out, meta)
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens,
+    )
+    switches: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
+    waiting = [(i, c) for i, c in enumerate(conversations) if c.id not in done]
+    with out.open("a", encoding="utf-8") as file:
+        for start in range(0, len(waiting), options.batch):
+            asked = waiting[start : start + options.batch]
+            prompts_ids = [
+                llm.tokenizer.encode(llm.chat_template.render(c.question(), **switches)) for _, c in asked
+            ]
+            each = [replace(params, seed=options.seed * 1_000_003 + index) for index, _ in asked]
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts_ids], each)
+            for (_, conversation), ids, output in zip(asked, prompts_ids, outputs, strict=True):
+                answer = output.outputs[0]
+                document = {
+                    "id": conversation.id,
+                    "input_ids": [*ids, *answer.token_ids],
+                    "loss_mask": [0] * len(ids) + [1] * len(answer.token_ids),
+                    "finish_reason": answer.finish_reason,
+                    "seed": answer.seed,
+                    "temperature": options.temperature,
+                    "is_plain": options.top_p == 1.0 and options.top_k == 0,
+                }
+                file.write(json.dumps(document) + "\n")
+            file.flush()
+            report(f"{len(done) + start + len(asked):,} of {len(conversations):,} answered")
+    return {"documents": len(conversations), "resumed": len(done)}
+
+
+def _begun(out: Path, meta: dict[str, Any]) -> set[str]:
+    """Return the ids that the file holds already, after cutting off a line that a kill left half written."""
+    beside = out.with_name(f"{out.name}.meta.json")
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(beside, meta)
+        return set()
+    try:
+        stored = parse_json(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(f"'{out}' exists, but not the '{beside.name}' that says how it was made") from None
+    if stored != json.loads(json.dumps(meta)):
+        names = [name for name in meta if stored.get(name) != json.loads(json.dumps(meta[name]))]
+        raise ConfigError(
+            f"'{out}' was begun with another {' and '.join(names)}; give another --out, or remove it"
+        )
+    data = out.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with out.open("r+b") as file:
+            file.truncate(len(whole))
+    found = set()
+    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+        try:
+            found.add(str(parse_json(line)["id"]))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(
+                f"'{out}', line {number}: not a document; remove the file to start anew"
+            ) from None
+    return found

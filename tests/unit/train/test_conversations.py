@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from lean_laguna.core.errors import DataError
+from lean_laguna.train.conversations import read_conversations
+
+QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+
+
+def written(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_all_shapes_are_read_alike(tmp_path):
+    path = written(
+        tmp_path,
+        {"prompt_id": "u", "prompt": "Why?", "messages": [QUESTION, ANSWER]},
+        {
+            "uuid": "m",
+            "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}],
+        },
+        {"id": "p", "prompt": "Why?", "response": "Because."},
+        "",
+        {"instruction": "Why?"},
+    )
+    found = read_conversations(path)
+    assert [c.id for c in found] == ["u", "m", "p", "5"]
+    for conversation in found[:3]:
+        assert conversation.messages == (QUESTION, ANSWER)
+    assert found[3].question() == (QUESTION,)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", "must be an object, found list"),
+        ({"text": "x"}, r"of no known shape, its keys are \['text'\]"),
+        ({"messages": [{"role": "user", "content": " "}]}, "the user's text is empty"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": ""}]}, "the assistant's text is empty"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot' is not one of"),
+        ({"messages": [{"role": "user"}]}, "each turn needs the text 'content'"),
+    ],
+)
+def test_bad_lines_are_named(row, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        read_conversations(written(tmp_path, row))
+
+
+def test_an_id_used_twice_and_an_empty_file_are_refused(tmp_path):
+    with pytest.raises(DataError, match="line 2: id 'a' was used before"):
+        read_conversations(written(tmp_path, {"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}))
+    with pytest.raises(DataError, match="holds no conversation"):
+        read_conversations(written(tmp_path))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_conversations(tmp_path / "none.jsonl")
+    (conversation,) = read_conversations(written(tmp_path, {"messages": [ANSWER]}))
+    with pytest.raises(DataError, match="no message of the user"):
+        conversation.question()

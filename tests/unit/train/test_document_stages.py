@@ -1,0 +1,167 @@
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_laguna.core.errors import ConfigError, DataError
+from lean_laguna.models.checkpoint import load_laguna
+from lean_laguna.models.checkpoint_writer import save_laguna
+from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.train import loop
+from lean_laguna.train.document_stages import run_documents, run_responses
+from lean_laguna.train.responses import ResponseOptions
+from lean_laguna.train.stages import StageOptions
+from lean_laguna.train.target import build_target
+from support.training import DRAFTER_MODEL, target_recipe, write_documents_recipe
+
+OPTIONS = ResponseOptions(temperature=0.8, max_tokens=24, batch=4, thinking=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, data):
+    """A tiny target, and its answers to a dozen prompts."""
+    base = tmp_path_factory.mktemp("documents")
+    target = build_target(target_recipe(init_std=0.1), torch.device("cpu"), "test")
+    save_laguna(target, target.config, base / "target", dtype=torch.float32)
+    for file in (data / "tokenizer").iterdir():
+        (base / "target" / file.name).write_bytes(file.read_bytes())
+    rows = [{"id": f"q{i}", "prompt": f"Do it {i}"} for i in range(12)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer(base, base / "answers.jsonl")
+    return base
+
+
+def answer(base, out, options=OPTIONS, is_given=False, report=print):
+    return run_responses(
+        base / "prompts.jsonl", base / "target", out, options,
+        device="cpu", drafter=None, is_given=is_given, report=report,
+    )  # fmt: skip
+
+
+def train(base, folder, steps=4, features=None, dspark=True, report=print, **changes):
+    recipe = write_documents_recipe(folder / "recipe.toml", dspark=dspark, **changes)
+    options = StageOptions(
+        folder, folder / "out", folder / "work", torch.device("cpu"), time.monotonic(), steps=steps,
+        report=report, echo=lambda kind, values: None,
+    )  # fmt: skip
+    return run_documents(recipe, base / "target", base / "answers.jsonl", options, features=features)
+
+
+def other_folder(folder):
+    (folder / "other").mkdir()
+    return folder / "other"
+
+
+def weights(folder):
+    return load_file(folder / "out" / "model.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_answers_are_the_engines_tokens_and_a_killed_run_goes_on_to_the_same_file(folder, tmp_path):
+    whole = (folder / "answers.jsonl").read_text()
+    documents = [json.loads(line) for line in whole.splitlines()]
+    assert [d["id"] for d in documents] == [f"q{i}" for i in range(12)]
+    assert all(sum(d["loss_mask"]) >= 1 and len(d["input_ids"]) == len(d["loss_mask"]) for d in documents)
+    out = tmp_path / "answers.jsonl"
+    out.write_text("\n".join(whole.splitlines()[:5]) + "\n" + whole.splitlines()[5][:20])
+    meta = (folder / "answers.jsonl.meta.json").read_text()
+    (tmp_path / "answers.jsonl.meta.json").write_text(meta)
+    counts = answer(folder, out)
+    assert counts == {"documents": 12, "resumed": 5}
+    assert out.read_text() == whole
+    assert json.loads(meta)["sampling"] == dataclasses.asdict(OPTIONS)
+    with pytest.raises(ConfigError, match="begun with another sampling"):
+        answer(folder, out, dataclasses.replace(OPTIONS, temperature=0.5))
+
+
+def test_a_dspark_drafter_is_trained_on_documents_calibrated_and_loads(folder, tmp_path):
+    figures = train(folder, tmp_path)
+    assert 1.0 <= figures["documents_tau_chain"] <= 6.0
+    assert figures["ece_after"] <= figures["ece_before"] + 0.1
+    drafter = load_drafter(tmp_path / "out", load_laguna(folder / "target").config)
+    assert len(drafter.config.dspark.sampled_temperatures) == drafter.config.max_draft_tokens
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(written["provenance"]) == {"target_sha256", "data_sha256"}
+    steps = [json.loads(line) for line in (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()]
+    first = next(event for event in steps if event["event"] == "step")
+    assert {"loss", "ce", "l1", "confidence", "acceptance", "tau_prob", "eta_s"} <= first.keys()
+
+
+def test_cached_features_give_the_weights_of_those_computed_when_needed(folder, tmp_path):
+    said = []
+    for name, features in (
+        ("online", None),
+        ("cached", tmp_path / "features"),
+        ("again", tmp_path / "features"),
+    ):
+        (tmp_path / name).mkdir()
+        train(folder, tmp_path / name, features=features, report=said.append)
+    assert same(weights(tmp_path / "online"), weights(tmp_path / "cached"))
+    assert same(weights(tmp_path / "online"), weights(tmp_path / "again"))
+    needed = sum(file.stat().st_size for file in (tmp_path / "features").glob("*.bf16"))
+    told = [line for line in said if "bytes to write" in line]
+    assert len(told) == 1
+    assert f"features: {needed:,} bytes to write" in told[0]
+    shard = next((tmp_path / "features").glob("*.bf16"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match="remove it"):
+        train(folder, other_folder(tmp_path), features=tmp_path / "features")
+
+
+def test_features_of_other_rows_are_refused(folder, tmp_path):
+    train(folder, tmp_path, features=tmp_path / "features")
+    with pytest.raises(ConfigError, match="holds features of something else: rows_sha256"):
+        train(folder, other_folder(tmp_path), features=tmp_path / "features", length=120)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_resumed_run_has_the_loss_curve_and_weights_of_an_uninterrupted_one(
+    folder, tmp_path, monkeypatch, kind
+):
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    train(folder, tmp_path / "whole", steps=6, accumulate=2, kind=kind)
+    progress = loop.Budget.progress
+    monkeypatch.setattr(
+        loop.Budget,
+        "progress",
+        lambda self, step, elapsed: progress(self, step, elapsed) if step < 3 else 1.0,
+    )
+    train(folder, tmp_path / "cut", steps=6, accumulate=2, kind=kind)
+    monkeypatch.undo()
+    train(folder, tmp_path / "cut", steps=6, accumulate=2, kind=kind)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "'hidden_size' is 32, but the target's is 16"),
+        ({"vocab_size": 321, "draft_vocab_size": 321}, "'vocab_size' is 321, but the target's is 320"),
+        ({"num_target_layers": 5}, "'num_target_layers' is 5, but the target has 3 layers"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(folder, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train(folder, tmp_path, model=DRAFTER_MODEL | changes, dspark=False)
+    assert not (tmp_path / "work").exists()
+
+
+def test_given_answers_are_masked_by_the_template(folder, tmp_path):
+    rows = [{"id": f"g{i}", "prompt": "Do it", "response": "def f():\n    return 1"} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = []
+    run_responses(
+        tmp_path / "prompts.jsonl", folder / "target", tmp_path / "given.jsonl", OPTIONS,
+        device="cpu", drafter=None, is_given=True, report=said.append,
+    )  # fmt: skip
+    documents = [json.loads(line) for line in (tmp_path / "given.jsonl").read_text().splitlines()]
+    assert len(documents) == 4
+    assert 0 < sum(documents[0]["loss_mask"]) < len(documents[0]["loss_mask"])
+    assert "as given" in said[0]
