@@ -127,6 +127,8 @@ def convert(source: Path, destination: Path, workers: int) -> dict[str, Any]:
         "written_bytes": report["written_bytes"],
         "peak_rss_bytes": report["peak_rss_bytes"],
         "conversion_s": report["conversion_s"],
+        "cpu_s": report["cpu_s"],
+        "read_mb_per_cpu_s": report["source_bytes"] / report["cpu_s"] / 1e6,
         "whole_command_s": time.monotonic() - started,
         "read_mb_per_s": report["source_bytes"] / report["conversion_s"] / 1e6,
     }

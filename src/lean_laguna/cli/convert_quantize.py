@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     workers = args.workers or torch.get_num_threads()
     report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
     schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     with terminal.progress() as show:
         result = quantize(
             source,
@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
             shares_divisors=shares_divisors,
             progress=show,
         )
-    report |= _describe(result, schemes, source, time.monotonic() - started)
+    report |= {"conversion_s": time.monotonic() - started, "cpu_s": time.process_time() - cpu_started}
+    report |= _describe(result, schemes, source)
     _table(report, terminal)
     if args.check:
         report |= _quality(args, source, text, terminal)
@@ -183,9 +184,7 @@ def _like(
     return schemes, proof.has_shared_divisors, 1 if proof.num_differing_bytes else 0
 
 
-def _describe(
-    result: QuantizeResult, schemes: dict[str, WeightScheme], source: Source, seconds: float
-) -> dict[str, Any]:
+def _describe(result: QuantizeResult, schemes: dict[str, WeightScheme], source: Source) -> dict[str, Any]:
     from lean_laguna.convert.modules import class_of
     from lean_laguna.convert.weight_encoder import WeightError
     from lean_laguna.core.memory import peak_rss_bytes
@@ -214,7 +213,6 @@ def _describe(
         "source_bytes": result.source_bytes,
         "written_bytes": result.written_bytes,
         "num_resumed_files": result.num_resumed_files,
-        "conversion_s": seconds,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 

@@ -125,14 +125,13 @@ class WeightEncoder:
         height = scheme.block[0] if scheme.block else 1
         step = math.lcm(_ROWS, height) * max(1, _PIECE_WEIGHTS // (columns * math.lcm(_ROWS, height)))
         for first, piece in self._read(module, rows if self._is_whole(module) else step):
-            self._check_finite(module, piece)
+            # An NVFP4 weight has been looked through for its largest, and its scales cannot overflow.
+            found = self._largest_finite(module, piece) if largest is None else largest
             tensors = encode(piece, scheme, largest)
-            for part in ("weight_scale", "weight_global_scale"):
-                if part in tensors and not bool(tensors[part].float().isfinite().all()):
-                    raise CheckpointError(
-                        f"{self._where(module)}: weights up to {piece.abs().max().item():.3g} are too large "
-                        f"for {scheme.name}"
-                    )
+            if largest is None and not bool(tensors["weight_scale"].isfinite().all()):
+                raise CheckpointError(
+                    f"{self._where(module)}: weights up to {found.item():.3g} are too large for {scheme.name}"
+                )
             yield first, piece, tensors
 
     def stored_row(self, module: str, part: str, first: int) -> int:
@@ -177,20 +176,25 @@ class WeightEncoder:
         if known is None:
             parts = []
             for _, piece in self._read(module, max(1, _PIECE_WEIGHTS // self._source.shapes[module][1])):
-                self._check_finite(module, piece)
-                parts.append(piece.abs().amax())
+                parts.append(self._largest_finite(module, piece))
             known = torch.stack(parts).amax()
             with self._lock:
                 self._largest[module] = known
         return known
 
-    def _check_finite(self, module: str, piece: Tensor) -> None:
+    def _largest_finite(self, module: str, piece: Tensor) -> Tensor:
+        """Return the largest magnitude of a piece.
+
+        Raises:
+            CheckpointError: A weight is not finite.
+        """
         low, high = torch.aminmax(piece)
         if not bool(low.isfinite() & high.isfinite()):
             raise CheckpointError(
                 f"{self._where(module)}: {int((~piece.isfinite()).sum())} or more values are not finite; "
                 "expected none"
             )
+        return torch.maximum(-low, high)
 
     def _compare(self, module: str, piece: Tensor, tensors: dict[str, Tensor]) -> WeightError:
         wide = piece.float()
