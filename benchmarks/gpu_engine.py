@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 
@@ -38,12 +39,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.begin = args, time.monotonic()
-        self.found: dict[str, Any] = {"errors": {}, "gpu": self.gpu(), "torch": torch.__version__}
+        self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
         self._xs: LLM | None = None
         self.seed = 0
-
-    def gpu(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
     def left(self) -> float:
         return float(self.args.budget) - (time.monotonic() - self.begin)
@@ -349,7 +347,8 @@ class Bench:
     # --- the end
 
     def report(self) -> None:
-        for name, value in self.found.items():
+        for name in ("errors", "start", "memory", *PARTS):
+            value = self.found.get(name)
             if isinstance(value, dict):
                 print(name)
                 for key, entry in value.items():
