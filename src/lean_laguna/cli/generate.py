@@ -20,6 +20,7 @@ from lean_laguna.cli.options import (
 )
 from lean_laguna.cli.parser import Parser, one_of
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import require_writable
 
 if TYPE_CHECKING:
     from lean_laguna.core.types import RequestOutput, SamplingParams
@@ -36,6 +37,7 @@ Continue a prompt, printing text as it comes. PROMPT - or none at all reads stan
   --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
   --drafter NAME            auto (the one made for the model), none, or a name
   --num-speculative-tokens  draft tokens per step, or auto; 0 is off
+  --draft-profile FILE      keep what auto learned on this machine, and start from it next time
   --speculative-config JSON both at once, as vLLM writes it
   --show-drafts             colour the tokens that came from accepted drafts
   --color WHEN              auto, always, never
@@ -60,6 +62,7 @@ def build_parser() -> Parser:
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--system")
     parser.add_argument("-n", "--n", type=int)
+    parser.add_argument("--draft-profile", type=Path)
     parser.add_argument("--show-drafts", action="store_true")
     parser.add_argument("--color", type=one_of("auto", "always", "never"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true")
@@ -80,11 +83,19 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     given = given_sampling(args) | ({"n": args.n} if args.n is not None else {})
     sampling_params(given, {})  # mistakes answer at once, before anything is loaded
+    if args.draft_profile is not None:
+        require_writable(args.draft_profile)
     llm = _load(args)
+    if args.draft_profile is not None:
+        _open_profile(llm, args.draft_profile)
     params = sampling_params(given, _defaults(llm))
     text = _render(llm, prompt, args) if args.chat else prompt
     terminal = Terminal(is_json=args.json, color=args.color)
     output = _stream(llm, text, params, args, terminal)
+    if args.draft_profile is not None and llm.engine.controller is not None:
+        from lean_laguna.spec.draft_profile import save_profile
+
+        save_profile(llm.engine.controller.to_dict(), args.draft_profile)
     terminal.note(_summary(llm, output, params))
     terminal.json_line(to_json(output, params))
     return 0
@@ -131,6 +142,16 @@ def _load(args: argparse.Namespace) -> LLM:
     llm = LLM(args.model, **options)
     set_threads(args, llm)
     return llm
+
+
+def _open_profile(llm: LLM, path: Path) -> None:
+    """Give the engine's choice of draft lengths what an earlier run learned, where there is such a file."""
+    from lean_laguna.spec.draft_profile import load_profile
+
+    if llm.engine.controller is None:
+        raise ConfigError("--draft-profile: there is no drafter whose draft length could be chosen")
+    if path.exists():
+        llm.engine.controller.restore(load_profile(path))
 
 
 def _defaults(llm: LLM) -> dict[str, Any]:

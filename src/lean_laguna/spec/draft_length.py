@@ -106,7 +106,7 @@ class DraftLengthController:
         lengths = {2**i - 1 for i in range(max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
         self._startup = sorted(length for length in lengths if length <= max_draft_tokens)
         if profile is not None:
-            self._restore(profile)
+            self.restore(profile)
 
     def choose(self, batch: int, context_len: int) -> int:
         """Return the draft length for the next step; the caller may shorten it per request.
@@ -214,7 +214,12 @@ class DraftLengthController:
             "acceptance": {str(context): rates.to_dict() for context, rates in sorted(self._rates.items())},
         }
 
-    def _restore(self, profile: Mapping[str, Any]) -> None:
+    def restore(self, profile: Mapping[str, Any]) -> None:
+        """Take over what another controller learned, from its `to_dict`.
+
+        Raises:
+            ConfigError: It is of another kind.
+        """
         if profile.get("version") != PROFILE_VERSION:
             raise ConfigError(
                 f"draft-length profile: 'version' must be {PROFILE_VERSION}, found {profile.get('version')!r}"

@@ -1,10 +1,12 @@
 import io
+import json
 import sys
 import types
 
 import pytest
 
 from lean_laguna.cli.generate import build_parser, read_prompt, to_json
+from lean_laguna.cli.main import main
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.types import (
     CompletionOutput,
@@ -65,3 +67,28 @@ def test_the_json_line_has_counts_and_no_infinity():
     assert first["is_draft_token"] == [False, True]
     assert first["logprobs"][0]["1"]["logprob"] is None
     assert line["prompt_logprobs"] == [None]
+
+
+def test_what_auto_learned_is_kept_from_run_to_run(tmp_path, capsys):
+    profile = tmp_path / "drafts.json"
+    words = ["generate", "def f(", "--max-tokens", "24", "--draft-profile", str(profile), "--threads", "1"]
+    assert main(words) == 0
+    first = json.loads(profile.read_text())
+    assert main(words) == 0
+    second = json.loads(profile.read_text())
+
+    def num_steps(found):
+        return sum(sum(len(times) for times in entry["steps"].values()) for entry in found["times"])
+
+    assert first["times"]
+    assert num_steps(second) >= num_steps(first)
+    profile.write_text('{"version": 0}')
+    assert main(words) != 0
+    assert "draft-length profile" in capsys.readouterr().err
+
+
+def test_a_profile_needs_a_drafter(tmp_path, capsys):
+    words = ["generate", "x", "--drafter", "none", "--draft-profile", str(tmp_path / "p.json")]
+    assert main(words) != 0
+    assert "no drafter" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
