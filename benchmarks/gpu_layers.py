@@ -18,7 +18,6 @@ import torch
 from gpu_step import Bench
 from twins import relative
 
-from lean_laguna.kernels.cuda import attention as cuda_attention
 from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton import step as step_module
@@ -78,18 +77,14 @@ class LayersBench(Bench):
 
     def steps(self) -> list[dict[str, Any]]:
         table = []
-        for label, cuda, launch, ahead, spread in (
-            ("triton, plain", False, self.launch(8, False), 0, 1),
-            ("cuda, plain", True, self.launch(8, False), 0, 1),
-            ("cuda, plain, 2", True, self.launch(8, False), 0, 2),
-            ("cuda, early", True, self.launch(8, True), 0, 1),
-            ("cuda, early, 2", True, self.launch(8, True), 0, 2),
-            ("cuda, early, 2, 16 MB ahead", True, self.launch(8, True), 1024, 2),
-            ("cuda, early, 2, 16 columns", True, self.launch(16, True), 0, 2),
+        for label, cuda, launch, spread in (
+            ("triton, plain", False, self.launch(8, False), 2),
+            ("cuda, plain", True, self.launch(8, False), 1),
+            ("cuda, early, 1 a multiprocessor", True, self.launch(8, True), 1),
+            ("cuda, early", True, self.launch(8, True), 2),
+            ("cuda, early, 16 columns", True, self.launch(16, True), 2),
         ):
             self.use_cuda = cuda
-            self.cuda.fetches_ahead = ahead > 0
-            cuda_attention.AHEAD_BYTES = ahead
             products.PROGRAMS = spread
             self.place([1], [self.context])
             replay = self.graph(self.target(launch).run)
@@ -103,8 +98,6 @@ class LayersBench(Bench):
             table.append(row)
         self.use_cuda = True
         products.PROGRAMS = 2
-        cuda_attention.AHEAD_BYTES = 0
-        self.cuda.fetches_ahead = False
         return table
 
     def profile_cuda(self) -> dict[str, Any]:

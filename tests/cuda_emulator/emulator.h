@@ -101,7 +101,7 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 
 static inline void __syncthreads() { emulator::meet(emulator::block, emulator::num_threads); }
 static inline void __threadfence() {}
-static inline int atomicAdd(int *p, int v) { int old = *p; *p += v; return old; }
+static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
 static inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }

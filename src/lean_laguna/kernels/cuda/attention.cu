@@ -130,20 +130,11 @@ DEVICE void combine(const Task &task, const u16 *qkv, u16 *out, const float *par
     }
 }
 
-// Fetch part of the output projection into L2 while the memory idles: of each row's WARPS parts (a warp's there)
-// the lines that its first loads leave over.
-DEVICE void prefetch_ahead(const u16 *weight, int rows, int bytes) {
-    if (bytes == 0) return;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * WARPS; i += gridDim.x * blockDim.x)
-        for (int at = 0; at < bytes; at += 128)
-            prefetch_line(weight + (size_t)i * (H * P / WARPS) + (512 + at) / 2);
-}
-
 KERNEL(WARPS * 32, 1)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
-          const int *row_count, const int *num_requests_at, float *parts, float *stats, int *arrived,
-          const u16 *ahead, int ahead_rows, int ahead_bytes, float eps, float scale, int table_stride) {
+          const int *row_count, const int *num_requests_at, float *parts, float *stats, int *arrived, float eps,
+          float scale, int table_stride) {
     EXTERN_SHARED(u16, keys);
     u16 *values = keys + SPLIT * STRIDE;
     u16 *queries = values + SPLIT * STRIDE;
@@ -176,7 +167,6 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 prefetch_line(cos_table + (size_t)position * HALF + lane * 64);
                 prefetch_line(sin_table + (size_t)position * HALF + lane * 64);
             }
-            prefetch_ahead(ahead, ahead_rows, ahead_bytes);
             let_next_start();
             wait_for_inputs();
             waited = true;
@@ -309,22 +299,17 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 }
             }
         }
-        __threadfence();
         __syncthreads();
         if (thread == 0) {
             int *counter = arrived + (task.request * J + task.head) * MAX_TILES + task.tile;
-            *is_last = atomicAdd(counter, 1) == task.num_splits - 1;
+            *is_last = add_released(counter, 1) == task.num_splits - 1;
             if (*is_last) *counter = 0;
         }
         __syncthreads();
-        if (*is_last) {
-            __threadfence();
-            combine(task, qkv, out, parts, stats, warp, lane);
-        }
+        if (*is_last) combine(task, qkv, out, parts, stats, warp, lane);
         __syncthreads();
     }
     if (!waited) {
-        prefetch_ahead(ahead, ahead_rows, ahead_bytes);
         let_next_start();
         wait_for_inputs();
     }

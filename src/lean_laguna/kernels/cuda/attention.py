@@ -13,8 +13,6 @@ from lean_laguna.kernels.triton.rows import Rows
 
 WARPS = 8
 HEAD_DIM = 128
-AHEAD_BYTES = 1024
-"""Of each eighth of an output projection's row: 16 MB of 33 in Laguna-XS."""
 
 
 def split_keys(shape: AttentionShape) -> int:
@@ -51,7 +49,6 @@ def attend(
     launch: Launch,
     *,
     eps: float,
-    ahead: Tensor | None = None,
 ) -> None:
     """Append the live rows' keys and values to the cache, then attend, as Triton's ``attend`` does.
 
@@ -69,7 +66,6 @@ def attend(
         shape: Of this layer.
         launch: What the launches of a step share.
         eps: Of the query and key norms.
-        ahead: [., H * P], the output projection's weight, of which a part is fetched meanwhile; or None.
     """
     keys, p = split_keys(shape), shape.head_dim
     source = Source.of(
@@ -105,10 +101,6 @@ def attend(
         programs,
         32 * WARPS,
         shared,
-        (
-            *(*arguments, rows.num_requests, *workspace, arrived, ahead),
-            *(0 if ahead is None else ahead.shape[0], 0 if ahead is None else AHEAD_BYTES),
-            *(float(eps), scale, block_table.stride(0)),
-        ),
+        (*arguments, rows.num_requests, *workspace, arrived, float(eps), scale, block_table.stride(0)),
         launch,
     )

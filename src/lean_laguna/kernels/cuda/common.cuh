@@ -72,6 +72,12 @@ DEVICE uint4 load_transposed(const u16 *p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+// Add to a counter: what the block wrote before (and a barrier) is there for whoever sees the sum.
+DEVICE int add_released(int *counter, int by) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+    return before;
+}
 // 16 bytes from memory to shared memory, or zeros where not `wanted`.
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     u32 at = (u32)__cvta_generic_to_shared(to);

@@ -33,13 +33,17 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                        true);
     }
     const int live = load_fresh32(num_rows);
+    float own_bias[E / 32];
+#pragma unroll
+    for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
     wait_for_inputs();
-    // Not before: the next kernel reads the tables, which block 0 still has to write, before it waits.
-    if (blockIdx.x > 0) let_next_start();
+    // Not before: the next kernel reads the tables, which the last block still has to write, before it waits.
+    const bool writes_tables = blockIdx.x == gridDim.x - 1;
+    if (!writes_tables) let_next_start();
     const int pieces = min(live, COLS) * (K / 8);
     for (int i = thread; i < pieces; i += WARPS * 32)
         copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
-    route(routing, scores, bias, live, softcap);
+    route(routing, scores, own_bias, live, softcap);
     const int count = shared_units + routing.num_slots * (F / 4);
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) -> const u16 * {
@@ -56,7 +60,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         const int unit = blockIdx.x + (j / LOADS) * step;
         stream(slot + j * WARPS * 256, start_of(unit) + (j % LOADS) * 32, unit >= shared_units && unit < count);
     }
-    if (blockIdx.x == 0) {
+    if (writes_tables) {
         for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
         for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
             ((uint4 *)tables)[i] = ((const uint4 *)&routing)[i];

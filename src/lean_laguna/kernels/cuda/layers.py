@@ -45,7 +45,6 @@ class CudaLayers:
         self._arrived = torch.zeros(MAX_ROWS * heads, dtype=torch.int32, device=device)
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
-        self.fetches_ahead = True
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
@@ -121,9 +120,6 @@ class CudaLayers:
                 shape,
                 launch,
                 eps=eps,
-                ahead=attention.out
-                if self.fetches_ahead and products.fits_project_add(attention.out)
-                else None,
             )
         else:
             attend(

@@ -25,7 +25,8 @@ DEVICE int ordered(float x) {
 }
 
 // Fill `r` for `live` tokens; called by all threads, ends with a barrier.
-DEVICE void route(Routing &r, const u16 *scores, const float *bias, int live, float softcap) {
+// `bias` is this lane's: of experts lane, lane + 32 and so on.
+DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], int live, float softcap) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, warps = blockDim.x >> 5;
     const int lowest = (int)0x80000000;
     for (int i = thread; i < SLOTS * COLS; i += blockDim.x) {
@@ -43,7 +44,7 @@ DEVICE void route(Routing &r, const u16 *scores, const float *bias, int live, fl
             float logit = sigmoid[i];
             if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (expf(2.0f * logit / softcap) + 1.0f));
             sigmoid[i] = 1.0f / (1.0f + expf(-logit));
-            keys[i] = ordered(sigmoid[i] + bias[i * 32 + lane]);
+            keys[i] = ordered(sigmoid[i] + bias[i]);
         }
         // Each lane's best, the lowest id among equals; only the lane that wins looks again.
         int best = keys[0], best_at = 0;
