@@ -64,7 +64,7 @@ def profile(llm: LLM, context_len: int, num_steps: int = NUM_STEPS) -> dict[str,
     step_s = _time_steps(llm, device, num_steps)
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CUDA] if device.type == "cuda" else [activity.CPU]
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
         for _ in range(num_steps):
             engine.step()
         _sync(device)
