@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     report |= _describe(result, schemes, source)
     _table(report, terminal)
     if args.check:
+        report["errors"] = {module: error.relative for module, error in result.errors.items()}
         report |= _quality(args, source, text, terminal)
     terminal.json_line(report)
     return status

@@ -21,6 +21,7 @@ from lean_laguna.models.safetensors_reader import CheckpointReader
 from lean_laguna.quant.codec import to_packed
 from lean_laguna.quant.config import QuantizationConfig, read_quantization
 from lean_laguna.quant.packed import PackedWeight
+from lean_laguna.quant.scale_checks import check_scale
 from lean_laguna.quant.scheme import WeightScheme
 
 _CODES = ("weight_packed", "weight")
@@ -134,7 +135,7 @@ class QuantisedReader(CheckpointReader):
         tensors = {part: super(QuantisedReader, self).get(stored) for part, stored in entry.parts.items()}
         for part in (*_SCALES, *_INPUT_SCALES):
             if part in tensors:
-                self._check_scale(entry, part, tensors[part])
+                check_scale(tensors[part], part, entry.scheme, self._where(entry.parts[part]))
         return to_packed(tensors, entry.scheme, entry.shape)
 
     def kv_scales(self) -> dict[str, float]:
@@ -237,31 +238,6 @@ class QuantisedReader(CheckpointReader):
             )
         return rows, said[1]
 
-    def _check_scale(self, entry: _Quantised, part: str, tensor: Tensor) -> None:
-        """Refuse scales that would silently give wrong weights."""
-        where = self._where(entry.parts[part])
-        values = tensor.float()
-        low, high = torch.aminmax(values)
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
-            raise CheckpointError(f"{where}: scales must be finite, found {_odd(values, ~values.isfinite())}")
-        if not low > 0:
-            raise CheckpointError(f"{where}: scales must be above 0, found {_odd(values, values <= 0)}")
-        # A divisor is 2688 / largest weight, a factor is largest weight / largest code: both readings of a
-        # scale meet at 1, far from any weight that a network has.
-        if part == "weight_global_scale" and low < 1:
-            raise CheckpointError(
-                f"{where}: {low.item():.6g} would make weights as large as {2688 / low.item():.3g}; expected "
-                "a divisor, 2688 / largest weight: this looks like its reciprocal"
-            )
-        factors = (
-            ("weight_scale", "weight_scale_inv") if entry.scheme.number != "fp4" else ("weight_scale_2",)
-        )
-        if part in factors and low > 1:
-            raise CheckpointError(
-                f"{where}: every scale is above 1 (the smallest is {low.item():.6g}); expected factors, "
-                "largest weight / largest code: this looks like the reciprocals"
-            )
-
     def _missing(self, module: str, scheme: WeightScheme, part: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path}: tensor '{module}.{part}' is missing; {self._config.where} says that '{module}' is "
@@ -312,7 +288,3 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
-
-
-def _odd(values: Tensor, is_odd: Tensor) -> str:
-    return f"{values[is_odd].flatten()[0].item():g} among {int(is_odd.sum())} of {values.numel()}"

@@ -46,6 +46,8 @@ def test_one_json_line_says_what_was_done(run: Run, tmp_path: Path) -> None:
         ("experts", "NVFP4", 72),
         ("shared", "NVFP4", 9),
     }
+    assert len(report["errors"]) == 81
+    assert all(0.01 < error < 0.2 for error in report["errors"].values())
     assert report["written_bytes"] == (tmp_path / "made" / "model.safetensors").stat().st_size
     load_laguna(tmp_path / "made")
 
