@@ -196,3 +196,59 @@ def test_a_useless_scale_of_the_cache_is_refused(nvfp4: Path) -> None:
 def test_spellings_are_with_and_without_prefixes() -> None:
     name = "language_model.model.layers.0.self_attn.q_proj"
     assert {"layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj", name} <= set(spellings(name))
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    found, expected = load_laguna(a), load_laguna(b)
+    return all(torch.equal(p, expected.get_parameter(name)) for name, p in found.named_parameters())
+
+
+def copy_of(folder: Path, place: Path) -> Path:
+    place.mkdir()
+    for file in folder.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    return place
+
+
+def test_deepseeks_names_give_the_same_weights(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "experts", "fp8-block")
+    other = copy_of(tmp_path / "made", tmp_path / "other")
+    stored = load_file(str(other / "model.safetensors"))
+    renamed = {spelt(name): None for name in stored if name.endswith("_scale")}
+    renamed |= {spelt(f"{name}_inv"): tensor for name, tensor in stored.items() if name.endswith("_scale")}
+    change_tensors(other, **renamed)
+    config = read_config_json(other)
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["self_attn", "model.layers.0.mlp"],
+    }
+    (other / "config.json").write_text(json.dumps(config))
+    assert same_weights(other, tmp_path / "made")
+
+
+def test_scales_of_rows_may_lack_their_last_dimension(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "experts", "fp8-channel")
+    other = copy_of(tmp_path / "made", tmp_path / "other")
+    stored = load_file(str(other / "model.safetensors"))
+    flat = {spelt(name): tensor.view(-1) for name, tensor in stored.items() if name.endswith("_scale")}
+    change_tensors(other, **flat)
+    assert same_weights(other, tmp_path / "made")
+
+
+def test_stored_activation_scales_must_be_there_and_usable(nvfp4: Path) -> None:
+    group = read_config_json(nvfp4)["quantization_config"]["config_groups"]["group_0"]
+    local = {**group["weights"], "dynamic": "local"}
+    edit_config(nvfp4, config_groups={"group_0": {**group, "input_activations": local}})
+    with pytest.raises(CheckpointError, match=r"input_global_scale' is missing"):
+        load_laguna(nvfp4)
+    names = [n for n in load_file(str(nvfp4 / "model.safetensors")) if n.endswith("weight_packed")]
+    parts = {
+        spelt(name.replace("weight_packed", "input_global_scale")): torch.tensor([30.0]) for name in names
+    }
+    change_tensors(nvfp4, **parts)
+    load_laguna(nvfp4)
+    change_tensors(nvfp4, **{spelt(f"{EXPERT}.input_global_scale"): torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"up_proj\.input_global_scale': scales must be above 0"):
+        load_laguna(nvfp4)
