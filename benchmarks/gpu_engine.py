@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--nano-requests", type=int, default=400)
     parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
     parser.add_argument("--soak-steps", type=int, default=20_000)
-    parser.add_argument("--kernels", default="triton", help="auto: CUDA C++ where it fits")
+    parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
     parser.add_argument("--tiny", action="store_true")
     bench = Bench(parser.parse_args())
     for name in PARTS:

@@ -44,7 +44,7 @@ def add_model_options(parser: Parser) -> None:
 
 def add_dummy_options(parser: Parser) -> None:
     """Add the kernels, and random weights in place of a checkpoint's."""
-    parser.add_argument("--kernels", type=one_of("auto", "torch", "triton"), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--kernels", type=one_of("auto", "torch", "triton", "cuda"), default=AUTO)  # type: ignore[arg-type]
     parser.add_argument("--load-format", type=one_of("auto", "dummy"), default=AUTO)  # type: ignore[arg-type]
     parser.add_argument("--shape")
 

@@ -159,7 +159,8 @@ class EngineConfig:
         attention_factor: Overrides the YaRN attention factor of the checkpoint's full-attention layers.
         seed: Seeds requests that bring no seed of their own; None draws one.
         kernels: ``torch``: plain PyTorch; ``triton``: the kernels of ``kernels.triton``, on a GPU or under
-            Triton's interpreter; ``auto``: Triton on a GPU, where the models allow it.
+            Triton's interpreter; ``cuda``: those, and CUDA C++ for the layers' parts that fit; ``auto``:
+            Triton on a GPU, where the models allow it.
         load_format: ``auto`` reads weights; ``dummy`` draws them at random, for timing only: of ``shape``, or
             of the model folder's ``config.json``.
         shape: With ``dummy``: a published model's name, such as ``laguna-xs``; the drafter named ``dummy`` is
@@ -178,7 +179,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_factor: float | None = None
     seed: int | None = None
-    kernels: Literal["auto", "torch", "triton"] = "auto"
+    kernels: Literal["auto", "torch", "triton", "cuda"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     shape: str | None = None
 
@@ -191,7 +192,7 @@ class EngineConfig:
         for name, accepted in (
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16")),
-            ("kernels", ("auto", "torch", "triton")),
+            ("kernels", ("auto", "torch", "triton", "cuda")),
             ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in accepted:

@@ -66,7 +66,7 @@ class GpuEngine(LLMEngine):
             pools,
             self.max_model_len,
             thresholds,
-            use_cuda=self.config.kernels == "auto" and can_compile_cuda(weight),
+            use_cuda=self.config.kernels == "cuda" and can_compile_cuda(weight),
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)

@@ -6,8 +6,10 @@ directly, under Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
 from lean_laguna.engine.gpu_weights import drafter_weights, target_weights
-from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
@@ -28,6 +29,9 @@ from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
 from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
+
+if TYPE_CHECKING:
+    from lean_laguna.kernels.cuda.layers import CudaLayers
 
 NARROW = 8
 """Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
@@ -86,7 +90,11 @@ class StepPrograms:
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
         layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
         self.scratch = Scratch.allocate(layers, self.target.head, self._tiles)
-        self._cuda_layers = CudaLayers(layers, self.device) if use_cuda else None
+        self._cuda_layers: CudaLayers | None = None
+        if use_cuda:
+            from lean_laguna.kernels.cuda.layers import CudaLayers
+
+            self._cuda_layers = CudaLayers(layers, self.device)
         self._run_layer: LayerRunner = self._cuda_layers or run_layer
         self.tap_layers = drafter.config.target_layer_ids if drafter is not None else ()
         self._taps = self._empty(MAX_ROWS, len(self.tap_layers), self.target.norm.shape[0])
@@ -145,10 +153,8 @@ class StepPrograms:
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
         bodies += [partial(self._body, name, NARROW, True) for name in names]
-        compile_ahead(bodies)
         self.state.words.zero_()
-        if self._cuda_layers is not None:
-            self._cuda_layers.compile_ahead(bodies)
+        self._compile(bodies)
         for name, cols in keys:
             if name != "rows" or cols == MAX_ROWS:
                 for filtered in {False, cols == NARROW}:  # the rest when first used
@@ -156,6 +162,21 @@ class StepPrograms:
                         self.run(name, cols, filtered=filtered)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def _compile(self, bodies: Sequence[Callable[[], None]]) -> None:
+        """Compile all kernels side by side; where CUDA C++ does not compile, layers stay with Triton's."""
+        if self._cuda_layers is not None:
+            from lean_laguna.kernels.cuda.compiler import CompilationError
+
+            try:
+                self._cuda_layers.compile_ahead([partial(compile_ahead, bodies)])
+                return
+            except CompilationError as error:
+                print(
+                    f"lean-laguna: Triton kernels alone: CUDA C++ does not compile: {error}", file=sys.stderr
+                )
+                self._cuda_layers, self._run_layer = None, run_layer
+        compile_ahead(bodies)
 
     @cached_property
     def logits(self) -> Tensor:

@@ -62,21 +62,22 @@ def engine_type(
     Args:
         target: The model served.
         proposer: The drafter, or None.
-        kernels: ``auto``, ``torch`` or ``triton``.
+        kernels: ``auto``, ``torch``, ``triton`` or ``cuda``.
         device: Where they run.
 
     Raises:
-        ConfigError: ``triton`` was asked for and cannot run these models here.
+        ConfigError: ``triton`` or ``cuda`` was asked for and cannot run these models here.
     """
     reason = "kernels 'torch' was asked for"
-    if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+    is_asked_for = kernels in ("triton", "cuda")
+    if is_asked_for or (kernels == "auto" and device.type == "cuda"):
         found = why_not(target, proposer.drafter if proposer is not None else None, device)
         if found is None:
             from lean_laguna.engine.gpu_engine import GpuEngine
 
             return GpuEngine
-        if kernels == "triton":
-            raise ConfigError(f"kernels 'triton' cannot run here: {found}; use 'auto' or 'torch'")
+        if is_asked_for:
+            raise ConfigError(f"kernels '{kernels}' cannot run here: {found}; use 'auto' or 'torch'")
         reason = found
     if device.type != "cpu" and proposer is not None:
         print(
