@@ -36,7 +36,7 @@ sampling, with vLLM's names; greedy and 256 tokens unless given:
   --logit-bias ID=BIAS...  --stop TEXT...  --stop-token-ids ID...  --bad-words TEXT...
   --logprobs N  --prompt-logprobs N  --include-stop-str-in-output  --keep-special-tokens
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --max-model-len N
-  --attention-factor X  --kernels auto|torch|triton|cuda  --load-format auto|dummy  --shape laguna-xs
+  --attention-factor X  --kernels auto|torch|triton|cuda  --load-format dummy  --shape laguna-xs
 
 example: lean-laguna bench --num-speculative-tokens 7 --html bench.html
 """

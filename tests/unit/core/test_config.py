@@ -49,4 +49,4 @@ def test_a_shape_goes_with_dummy_weights_only():
     with pytest.raises(ConfigError, match="load_format 'dummy'"):
         EngineConfig(shape="laguna-xs")
     with pytest.raises(ConfigError, match="kernels must be one of"):
-        EngineConfig(kernels="cuda")
+        EngineConfig(kernels="metal")
