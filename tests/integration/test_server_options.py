@@ -75,7 +75,7 @@ def body_of(path: str, case: dict[str, Any]) -> dict[str, Any]:
     prompt = (
         {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     )
-    return {"max_tokens": 14, **prompt, **case}
+    return {"max_tokens": 9, **prompt, **case}
 
 
 def without_names(value: dict[str, Any]) -> dict[str, Any]:

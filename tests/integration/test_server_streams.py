@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.servers import RunningServer, events_of, nano, running
+from support.servers import RunningServer, events_of, nano, running, tiny
 
 LONG = {"prompt": "def fib(n):", "ignore_eos": True, "temperature": 0}
 
@@ -190,12 +190,12 @@ def _chunks(body: bytes) -> Iterator[bytes]:
         body = body[int(size, 16) + 2 :]
 
 
-def test_more_than_may_wait_is_told_to_come_back(server: RunningServer) -> None:
-    with running(nano(max_num_seqs=1), max_queued_seqs=1) as small:
+def test_more_than_may_wait_is_told_to_come_back() -> None:
+    with running(tiny(max_num_seqs=1), max_queued_seqs=1) as small:
         assert small.post("/v1/completions", prompt="x", n=3).status_code == 400
         streams = [
             threading.Thread(
-                target=small.events, args=["/v1/completions"], kwargs={**LONG, "max_tokens": 120}
+                target=small.events, args=["/v1/completions"], kwargs={**LONG, "max_tokens": 200}
             )
             for _ in range(2)
         ]
