@@ -20,6 +20,7 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.block_attention import AttentionKind
 from lean_laguna.train.blocks import Blocks, make_blocks, sample_anchors
 from lean_laguna.train.compiling import CompileMode, choose_compiled, fastest
+from lean_laguna.train.curves import write_curves
 from lean_laguna.train.documents import Document
 from lean_laguna.train.drafter_eval import evaluate_documents, evaluate_kinds
 from lean_laguna.train.drafter_forward import TargetStates, capture, drafter_loss
@@ -322,8 +323,10 @@ def train_drafter(
     result = train(
         task, recipe.optimizer, budget, work, log,
         val_every_s=recipe.val_every_s, save_every_s=recipe.save_every_s, accumulate=recipe.accumulate,
-        processes=processes,
+        log_every=recipe.log_every, processes=processes,
     )  # fmt: skip
+    if processes.is_first:
+        write_curves(log.path, out / "curves.html", f"{out.name}: training")
     return task.whole_drafter(), result
 
 

@@ -201,6 +201,7 @@ class DrafterRecipe:
         loss_decay: Constant of the exponential decay over slots.
         dpace_alpha: Smoothing of D-PACE.
         num_eval_draft_tokens: Draft tokens at evaluation.
+        log_every: Steps between lines of the log.
         val_every_s: Seconds between evaluations.
         save_every_s: Seconds between checkpoints.
         seed: Data and anchor order.
@@ -225,6 +226,7 @@ class DrafterRecipe:
     loss_decay: float = 4.0
     dpace_alpha: float = 0.5
     num_eval_draft_tokens: int = 7
+    log_every: int = 25
     val_every_s: float = 60.0
     save_every_s: float = 45.0
     seed: int = 0
