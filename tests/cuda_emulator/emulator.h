@@ -17,23 +17,26 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 
 namespace emulator {
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // for the first entry; from then on jumps, which leave the signal mask alone
+    jmp_buf at;
     std::vector<char> stack;
-    bool is_done;
+    bool is_started, is_done;
 };
 struct Meeting { int waiting = 0, round = 0; };
 struct Dim { int x; };
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warps;
 static Meeting block;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int current, num_threads, block_index, num_blocks;
 static std::vector<u8> shared;
 static std::function<void()> body;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
 static std::vector<Lane> lanes;
 
-static inline void pause() { swapcontext(&fibers[current].context, &scheduler); }
+static inline void pause() {
+    if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
+}
 static inline void meet(Meeting &m, int size) {
     const int round = m.round;
     if (++m.waiting == size) {
@@ -57,7 +60,7 @@ static void run(int grid, int threads, int shared_size, std::function<void()> ke
         block = {};
         for (auto &m : warps) m = {};
         for (auto &f : fibers) {
-            f.stack.resize(1 << 16), f.is_done = false;
+            f.stack.resize(1 << 16), f.is_started = f.is_done = false;
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
             f.context.uc_link = nullptr;
@@ -65,11 +68,15 @@ static void run(int grid, int threads, int shared_size, std::function<void()> ke
         }
         for (bool busy = true; busy;) {
             busy = false;
-            for (current = 0; current < threads; current++)
-                if (!fibers[current].is_done) {
-                    busy = true;
-                    swapcontext(&scheduler, &fibers[current].context);
-                }
+            for (current = 0; current < threads; current++) {
+                Fiber &f = fibers[current];
+                if (f.is_done) continue;
+                busy = true;
+                if (_setjmp(scheduler)) continue;
+                if (f.is_started) _longjmp(f.at, 1);
+                f.is_started = true;
+                setcontext(&f.context);
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 // Before a kernel's constants are defined, whose short names the standard library uses too.
 #pragma once
 #include <math.h>
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
