@@ -23,7 +23,7 @@ class GenerationResult:
 
     Attributes:
         text: The completion.
-        token_ids: Its tokens, as the backend reports them.
+        token_ids: Its tokens, as the backend reports them; empty from a server that names none.
         num_prompt_tokens: Length of the prompt in tokens.
         finish_reason: ``stop``, ``length`` or ``abort``.
         times: Arrival, first and last token, in seconds of ``time.perf_counter``.
@@ -32,6 +32,7 @@ class GenerationResult:
         logprobs: Per token, candidates by id, where asked for.
         speculation: Counts of this completion; None where no drafter ran.
         num_cached_tokens: Prompt tokens taken from a prefix cache.
+        num_completion_tokens: Their number, where ``token_ids`` may be missing; None says they are all.
     """
 
     text: str
@@ -43,6 +44,12 @@ class GenerationResult:
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     speculation: SpeculationStats | None = None
     num_cached_tokens: int = 0
+    num_completion_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completion."""
+        return len(self.token_ids) if self.num_completion_tokens is None else self.num_completion_tokens
 
     @property
     def ttft_s(self) -> float | None:
@@ -54,12 +61,12 @@ class GenerationResult:
     def decode_s(self) -> float | None:
         """Seconds from the first token to the last; None where fewer than two tokens came."""
         first, last = self.times.first_token_s, self.times.last_token_s
-        return None if first is None or last is None or len(self.token_ids) < 2 else last - first
+        return None if first is None or last is None or self.num_tokens < 2 else last - first
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens after the first, which the time of ``decode_s`` produced."""
-        return max(len(self.token_ids) - 1, 0)
+        return max(self.num_tokens - 1, 0)
 
 
 class Backend(Protocol):

@@ -71,7 +71,7 @@ class ABResult:
             metrics = side_metrics([[one[index]] for one in self.rounds.passes(side)])
             kept = ("spec_decode_acceptance_length", "median_ttft_ms", "decode_tok_per_s")
             row[side] = {name: metrics[name] for name in kept if name in metrics}
-            row[side]["completion_tokens"] = len(self.rounds.passes(side)[0][index].token_ids)
+            row[side]["completion_tokens"] = self.rounds.passes(side)[0][index].num_tokens
         row["parity"] = worst_kind(self.verdicts_of(prompt.id))
         return row
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lean_laguna.backends.base import Backend, GenerationResult
 from lean_laguna.bench.rounds import Plan, RoundProgress
+from lean_laguna.core.errors import RequestError
 from lean_laguna.core.types import MAX_LOGPROBS, SamplingParams
 from lean_laguna.spec.noise import gumbel_noise_at
 
@@ -86,7 +87,9 @@ class Comparer:
 
     def compare(self, index: int, expected: GenerationResult, found: GenerationResult, side: str) -> Verdict:
         """Return the verdict on one output of prompt ``index``."""
-        base = Verdict(self._plan.prompts.prompts[index].id, side, "identical", len(expected.token_ids))
+        base = Verdict(self._plan.prompts.prompts[index].id, side, "identical", expected.num_tokens)
+        if any(r.num_tokens and not r.token_ids for r in (expected, found)):
+            return _compare_texts(base, expected, found)
         position = first_difference(expected.token_ids, found.token_ids)
         if position is None:
             for name in ("text", "finish_reason"):
@@ -122,7 +125,10 @@ class Comparer:
             max_tokens=position + 1,
             min_tokens=min(params.min_tokens, position + 1),
         )
-        again = self._baseline.generate([self._plan.prompts.prompts[index].prompt], params)[0]
+        try:
+            again = self._baseline.generate([self._plan.prompts.prompts[index].prompt], params)[0]
+        except RequestError:  # a server that gives no such scores: no margin is known
+            return {}
         if (
             not again.logprobs
             or len(again.logprobs) <= position
@@ -136,6 +142,22 @@ class Comparer:
             token: (entry.logprob / scale + noise[token], entry.decoded_token or f"token {token}")
             for token, entry in entries.items()
         }
+
+
+def _compare_texts(base: Verdict, expected: GenerationResult, found: GenerationResult) -> Verdict:
+    """Return the verdict where a side names no token ids: texts are compared, and no margin is known."""
+    for name in ("text", "finish_reason", "num_tokens"):
+        a, b = getattr(expected, name), getattr(found, name)
+        if a == b:
+            continue
+        if name != "text":
+            reason = f"same text, but {name}: {a!r} became {b!r}"
+            return dataclasses.replace(base, kind="mismatch", reason=reason)
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        texts = [text[place : place + 20] or "end of output" for text in (a, b)]
+        reason = f"character {place}: {texts[0]!r} became {texts[1]!r}"
+        return dataclasses.replace(base, kind="mismatch", expected=texts[0], found=texts[1], reason=reason)
+    return base
 
 
 def _noise_at(params: SamplingParams, position: int, tokens: Sequence[int]) -> dict[int, float]:
@@ -211,7 +233,7 @@ def run_parity(
             result = backend.generate([prompt.prompt], plan.params_of(index))[0]
             if expected is None:
                 expected = result
-                num_tokens += len(result.token_ids)
+                num_tokens += result.num_tokens
             else:
                 verdicts[name].append(comparer.compare(index, expected, result, name))
     if on_progress is not None:

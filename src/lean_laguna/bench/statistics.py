@@ -78,7 +78,7 @@ def side_metrics(passes: Sequence[Sequence[GenerationResult]]) -> dict[str, Any]
     """
     results = list(itertools.chain.from_iterable(passes))
     busy_s = sum((r.times.last_token_s or r.times.arrival_s) - r.times.arrival_s for r in results)
-    num_output = sum(len(r.token_ids) for r in results)
+    num_output = sum(r.num_tokens for r in results)
     metrics: dict[str, Any] = {
         "completed": len(results),
         "duration": busy_s,

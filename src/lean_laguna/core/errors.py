@@ -5,6 +5,7 @@
     ├── CheckpointError        a file of a checkpoint is missing, damaged or of another kind
     ├── RequestError           a request cannot be served as asked
     ├── DataError              training or evaluation data is unusable
+    ├── BackendError           a server that is asked over HTTP fails, or cannot be reached
     └── MissingDependencyError an optional package is not installed
 
 Each message says what was found, where, and what would be right. The command line prints the message
@@ -45,6 +46,10 @@ class RequestError(LeanLagunaError, ValueError):
 
 class DataError(LeanLagunaError):
     """Training or evaluation data is unusable."""
+
+
+class BackendError(LeanLagunaError):
+    """A server that is asked over HTTP fails, answers wrongly, or cannot be reached."""
 
 
 class MissingDependencyError(LeanLagunaError, ImportError):

@@ -1,0 +1,331 @@
+"""Any server that speaks OpenAI's completions API as a backend: ours, vLLM, SGLang, llama.cpp, a hosted one.
+
+Tokens are counted by the server's ``usage``, never by chunks: with speculation a chunk is several tokens.
+What a server cannot do is found out by asking it, kept by name in ``limits``, and left empty in the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+from lean_laguna.backends.base import GenerationResult, Progress, PromptInput, per_prompt_params
+from lean_laguna.backends.http_reply import CompletionReader
+from lean_laguna.backends.http_wire import (
+    body_of,
+    error_message,
+    events_of,
+    normal_url,
+    said_by_server,
+    speculation_counts,
+)
+from lean_laguna.core.errors import BackendError, ConfigError, RequestError, nearest
+from lean_laguna.core.types import SamplingParams, SpeculationStats
+
+CONNECT_TIMEOUT_S = 10.0
+# Between two pieces of a stream: a long prompt on a slow machine says nothing for minutes.
+READ_TIMEOUT_S = 600.0
+T = TypeVar("T")
+OnText = Callable[[Mapping[str, Any]], None]
+# Fields beyond OpenAI's that make the numbers exact; a server that refuses one is asked without it.
+EXTRAS: dict[str, Any] = {
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+_NO_IDS = "it does not report token ids: outputs are compared as text, and no margin is known where they part"
+_NO_USAGE = "it does not report usage while it streams: first and last token are taken from chunks with text"
+_NO_COUNTS = "it reports no speculation counters (vLLM's spec_decode_*): its acceptance is not known"
+_NO_LOGPROBS = "it gives no log-probabilities: where outputs part, no margin is known"
+_NO_SEED = "it does not repeat itself under a seed: sampled outputs differ from run to run"
+
+
+class HttpBackend:
+    """Asks a server for completions, streaming each one.
+
+    Attributes:
+        base_url: Up to and without ``/v1``.
+        model: The name asked for.
+        limits: What this server cannot do, in words.
+    """
+
+    def __init__(self, base_url: str, *, model: str | None = None, api_key: str | None = None):
+        """Connect, choose the model, and find out what the server reports.
+
+        Args:
+            base_url: With or without ``/v1``.
+            model: A name that the server serves; None takes the one it names first.
+            api_key: Sent as ``Authorization: Bearer``.
+
+        Raises:
+            ConfigError: The address is no URL, the key is refused, or the model is not served.
+            BackendError: The server cannot be reached, or does not answer as such a server would.
+        """
+        self.base_url = normal_url(base_url)
+        self.limits: list[str] = []
+        self._speculative: bool | dict[str, int] | None = None
+        self._has_running_usage = False
+        self._extras = dict(EXTRAS)
+        self._is_shared = False
+        self._runner = asyncio.Runner()
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        self._client = httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout)
+        try:
+            self._card = self._run(self._choose_model(model))
+            self.model = str(self._card["id"])
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def with_speculation(self, speculative: bool | int) -> HttpBackend:
+        """Return a backend on the same server that asks for a draft length with each request.
+
+        Args:
+            speculative: False for none, a number of draft tokens, or True for what the server does unasked.
+
+        Raises:
+            ConfigError: The server has no such switch, which is tried out.
+        """
+        other = object.__new__(HttpBackend)
+        other.__dict__ = {**self.__dict__, "limits": list(self.limits), "_is_shared": True}
+        if isinstance(speculative, bool):
+            other._speculative = None if speculative else False
+        else:
+            other._speculative = {"num_speculative_tokens": speculative}
+        if other._speculative is not None:
+            other._check_switch()
+        return other
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[GenerationResult]:
+        """Complete every prompt, as ``Backend.generate`` says; all requests are in flight together.
+
+        The server's own numbers of a request's speculation are used where it sends them. Else its counters
+        are read before and after, which is right for one prompt at a time on a server that nobody else uses.
+
+        Raises:
+            RequestError: The server refuses a request.
+            BackendError: It cannot be reached, fails, or breaks a stream off.
+        """
+        each = per_prompt_params(params, len(prompts))
+        if any(one.n != 1 for one in each):
+            raise RequestError("n must be 1 here: one completion per prompt is compared", param="n")
+        return self._run(self._generate(prompts, each, on_progress))
+
+    def stream(self, prompt: PromptInput, params: SamplingParams, on_event: OnText) -> GenerationResult:
+        """Complete one prompt and hand on each choice of the stream as it comes.
+
+        Raises:
+            RequestError: The server refuses the request.
+            BackendError: It cannot be reached, fails, or breaks the stream off.
+        """
+        return self._run(self._complete(prompt, params, on_event))
+
+    def check_seed(self) -> None:
+        """Find out whether a seed makes the server repeat itself, and note it in ``limits`` if not."""
+        params = SamplingParams(temperature=1.5, seed=7, max_tokens=12)
+        first, second = (self.generate(["x = "], params)[0] for _ in range(2))
+        if (first.token_ids, first.text) != (second.token_ids, second.text) and _NO_SEED not in self.limits:
+            self.limits.append(_NO_SEED)
+
+    def info(self) -> dict[str, Any]:
+        """Return what a result file must say; see ``Backend.info``.
+
+        Device, number format and checkpoint hashes are the server's secret, and absent.
+        """
+        facts: dict[str, Any] = {
+            "engine": str(self._card.get("owned_by") or "unknown"),
+            "base_url": self.base_url,
+            "model": {"name": self.model},
+            "limits": list(self.limits),
+        }
+        if version := self._run(self._version()):
+            facts["engine_version"] = version
+        if self._card.get("max_model_len"):
+            facts["max_model_len"] = self._card["max_model_len"]
+        if isinstance(self._speculative, dict):
+            facts["num_speculative_tokens"] = self._speculative["num_speculative_tokens"]
+        elif self._speculative is False:
+            facts["num_speculative_tokens"] = 0
+        return facts
+
+    def close(self) -> None:
+        """Close the connections."""
+        if not self._is_shared:
+            self._runner.run(self._client.aclose())
+            self._runner.close()
+
+    # --- finding out
+
+    async def _choose_model(self, name: str | None) -> dict[str, Any]:
+        answer = await self._get_json("/v1/models")
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        names = [card["id"] for card in cards or () if isinstance(card, dict) and "id" in card]
+        if not names:
+            raise BackendError(f"{self.base_url}: /v1/models names no model; is this an OpenAI-style server?")
+        if name is None:
+            name = names[0]
+        if name not in names:
+            raise ConfigError(f"{self.base_url} does not serve the model '{name}'{nearest(name, names)}")
+        return dict(cards[names.index(name)]) if cards else {}
+
+    def _probe(self) -> None:
+        """Ask for two tokens with everything on, and leave out what the server refuses."""
+        running, final = EXTRAS["stream_options"], {"include_usage": True}
+        ids = {name: True for name in EXTRAS if name != "stream_options"}
+        ways = itertools.product((running, final), (ids, {}), (1, None))
+        refusal: RequestError | None = None
+        for options, reported, logprobs in ways:
+            self._extras = {"stream_options": options, **reported}
+            params = SamplingParams(temperature=0, max_tokens=2, logprobs=logprobs)
+            try:
+                result = self._run(self._complete("x", params))
+                break
+            except RequestError as error:
+                refusal = refusal or error
+        else:
+            assert refusal is not None
+            raise refusal
+        self._note(not result.token_ids, _NO_IDS)
+        self._note(result.logprobs is None, _NO_LOGPROBS)
+        self._note(not self._has_running_usage, _NO_USAGE)
+        counts = self._run(self._counts())
+        self._note(result.speculation is None and counts is None, _NO_COUNTS)
+
+    def _note(self, is_so: bool, limit: str) -> None:
+        if is_so:
+            self.limits.append(limit)
+
+    def _check_switch(self) -> None:
+        """Draft with what was asked for and see whether the counters obey."""
+        asked = self._speculative
+        most = asked["num_speculative_tokens"] if isinstance(asked, dict) else 0
+        wanted = f"a draft length of {most}" if most else "no drafting"
+        why = f"{self.base_url}: this server cannot be asked for {wanted} per request"
+        hint = "start a second one and name it with --base-url-b"
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        try:
+            result = self.generate(["def add(a, b):\n    return"], params)[0]
+        except RequestError as error:
+            raise ConfigError(f"{why} ({error}); {hint}") from None
+        stats = result.speculation
+        if stats is None:
+            if most or _NO_COUNTS in self.limits:
+                raise ConfigError(f"{why}: it reports no drafting; {hint}")
+        elif stats.num_draft_tokens > most * max(stats.num_drafts, 1) or (most and not stats.num_drafts):
+            raise ConfigError(
+                f"{why}: it drafted {stats.num_draft_tokens} tokens in {stats.num_drafts} steps; {hint}"
+            )
+
+    async def _version(self) -> str | None:
+        try:
+            answer = await self._get_json("/version")
+        except (BackendError, ConfigError, RequestError):
+            return None
+        return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
+
+    async def _counts(self) -> SpeculationStats | None:
+        """Return the server's speculation counters so far; None where it has none."""
+        try:
+            response = await self._send("GET", "/metrics")
+        except (BackendError, ConfigError, RequestError):
+            return None
+        return speculation_counts(response.text, self.model)
+
+    # --- asking
+
+    async def _generate(
+        self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams], on_progress: Progress | None
+    ) -> list[GenerationResult]:
+        before = await self._counts() if len(prompts) == 1 else None
+        num_done = 0
+
+        async def one(prompt: PromptInput, chosen: SamplingParams) -> GenerationResult:
+            nonlocal num_done
+            result = await self._complete(prompt, chosen)
+            num_done += 1
+            if on_progress is not None:
+                on_progress(num_done, len(prompts))
+            return result
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(p, c)) for p, c in zip(prompts, params, strict=True)]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        if before is not None and results[0].speculation is None:
+            after = await self._counts()
+            grown = None if after is None else _difference(after, before)
+            if grown is not None and (grown.num_drafts or self._speculative is not False):
+                results[0] = dataclasses.replace(results[0], speculation=grown)
+        return results
+
+    async def _complete(
+        self, prompt: PromptInput, params: SamplingParams, on_event: OnText | None = None
+    ) -> GenerationResult:
+        body = {"model": self.model, "stream": True, **body_of(prompt, params), **self._extras}
+        if self._speculative is not None:
+            body["speculative"] = self._speculative
+        if on_event is not None and self._card.get("owned_by") == "lean-laguna":
+            body["return_draft_tokens"] = True
+        reader = CompletionReader(params)
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise said_by_server(self.base_url, response)
+                async for event in events_of(response, self.base_url):
+                    choice = reader.take(event)
+                    if choice is not None and on_event is not None:
+                        on_event(choice)
+        except httpx.HTTPError as error:
+            raise BackendError(error_message(self.base_url, error, reader.num_tokens)) from None
+        self._has_running_usage = reader.has_running_usage
+        return reader.result(self.base_url)
+
+    async def _get_json(self, path: str) -> Any:
+        response = await self._send("GET", path)
+        try:
+            return response.json()
+        except ValueError:
+            raise BackendError(
+                f"{self.base_url}{path}: the answer is not JSON: {response.text!r:.80}"
+            ) from None
+
+    async def _send(self, method: str, path: str) -> httpx.Response:
+        try:
+            response = await self._client.request(method, path)
+        except httpx.HTTPError as error:
+            raise BackendError(error_message(self.base_url, error)) from None
+        if response.status_code != 200:
+            raise said_by_server(self.base_url, response)
+        return response
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+
+def _difference(after: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
+    """Return what counters grew by."""
+    per_pos = tuple(
+        count - (before.num_accepted_tokens_per_pos[i] if i < len(before.num_accepted_tokens_per_pos) else 0)
+        for i, count in enumerate(after.num_accepted_tokens_per_pos)
+    )
+    return SpeculationStats(
+        after.num_drafts - before.num_drafts,
+        after.num_draft_tokens - before.num_draft_tokens,
+        after.num_accepted_tokens - before.num_accepted_tokens,
+        per_pos,
+    )
