@@ -1,7 +1,9 @@
 """What the HTTP server costs per streamed token over the engine alone: one stream, runs taken in turn.
 
 Time is processor time of the process that computes: the other work of a shared machine does not count, and
-what the server does on its second core counts in full, as if it had none. Wall time stands beside it.
+what the server does on its second core counts in full, as if it had none. Wall time stands beside it, and,
+from within the served runs alone, what all threads but the engine's take as a share of the engine's: on a
+machine whose speed varies from run to run this is the figure to trust.
 
     python benchmarks/server_overhead.py --rounds 7 --max-tokens 256
 """
@@ -54,12 +56,13 @@ def compare(
     llm: LLM, pid: int, client: httpx.Client, length: int, rounds: int, max_tokens: int
 ) -> dict[str, Any]:
     """Return both sides in ms per token, best and median of the rounds, and the overhead."""
-    alone, served = [], []
+    alone, served, shares = [], [], []
     for number in range(rounds + 1):  # the first is for warming up
-        one, other = run_alone(llm, length, max_tokens), run_served(client, pid, length, max_tokens)
+        one, (*other, share) = run_alone(llm, length, max_tokens), run_served(client, pid, length, max_tokens)
         if number:
             alone.append(one)
             served.append(other)
+            shares.append(share)
     figures: dict[str, Any] = {}
     for i, clock in enumerate(("cpu", "wall")):
         a, b = ([1000 * run[i] for run in runs] for runs in (alone, served))
@@ -73,6 +76,11 @@ def compare(
             f"{100 * overhead['median']:.1f} %)",
             file=sys.stderr,
         )
+    figures["other_threads_share"] = {"best": min(shares), "median": statistics.median(shares)}
+    print(
+        f"{length} drafts: other threads {100 * statistics.median(shares):.1f} % of the engine's",
+        file=sys.stderr,
+    )
     return figures
 
 
@@ -90,26 +98,33 @@ def run_alone(llm: LLM, length: int, max_tokens: int) -> tuple[float, float]:
     return (time.process_time() - cpu_s) / count, (time.perf_counter() - wall_s) / count
 
 
-def run_served(client: httpx.Client, pid: int, length: int, max_tokens: int) -> tuple[float, float]:
-    """Return the server's processor seconds and the client's wall seconds per token after the first."""
+def run_served(client: httpx.Client, pid: int, length: int, max_tokens: int) -> tuple[float, float, float]:
+    """Return the server's processor seconds and the client's wall seconds per token after the first.
+
+    The third figure is what all threads but the busiest took, as a share of the busiest's.
+    """
     how: Any = False if length == 0 else {"num_speculative_tokens": length}
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     body |= {"speculative": how, "stream": True}
-    cpu_s = wall_s = None
+    before = wall_s = None
     with client.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
-            if cpu_s is None and line.startswith("data:"):
-                cpu_s, wall_s = cpu_seconds(pid), time.perf_counter()
-    assert cpu_s is not None
+            if before is None and line.startswith("data:"):
+                before, wall_s = cpu_seconds(pid), time.perf_counter()
+    assert before is not None
     assert wall_s is not None
-    count = max_tokens - 1
-    return (cpu_seconds(pid) - cpu_s) / count, (time.perf_counter() - wall_s) / count
+    count, after = max_tokens - 1, cpu_seconds(pid)
+    taken = [after[thread] - before.get(thread, 0.0) for thread in after]
+    return sum(taken) / count, (time.perf_counter() - wall_s) / count, sum(taken) / max(taken) - 1
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return a process's processor time, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Return the processor time of each thread of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        found[task.name] = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return found
 
 
 @contextlib.contextmanager
