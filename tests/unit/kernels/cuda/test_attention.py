@@ -49,7 +49,6 @@ def run(scene, poisoned):
 
 
 CASES = [
-    (FULL, [70], [1]),
     (FULL, [31, 0, 250], [2, 5, 6]),
     (SLIDING, [125], [7]),
     (SLIDING, [3, 260], [4, 2]),
