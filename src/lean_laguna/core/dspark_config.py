@@ -27,6 +27,8 @@ class DSparkHeads:
         greedy_temperatures: Per draft, what the confidence logit is divided by where the target is greedy;
             empty means ones.
         sampled_temperatures: The same where the target samples.
+        greedy_biases: Per draft, what is added after that; empty means zeros.
+        sampled_biases: The same where the target samples.
     """
 
     markov_rank: int
@@ -34,6 +36,8 @@ class DSparkHeads:
     confidence_with_markov: bool = True
     greedy_temperatures: tuple[float, ...] = ()
     sampled_temperatures: tuple[float, ...] = ()
+    greedy_biases: tuple[float, ...] = ()
+    sampled_biases: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of ``dspark_config``, calibration left out where there is none."""
@@ -43,7 +47,7 @@ class DSparkHeads:
             "enable_confidence_head": self.has_confidence,
             "confidence_head_with_markov": self.confidence_with_markov,
         }
-        for name in ("greedy_temperatures", "sampled_temperatures"):
+        for name in ("greedy_temperatures", "sampled_temperatures", "greedy_biases", "sampled_biases"):
             if getattr(self, name):
                 written[name] = list(getattr(self, name))
         return written
@@ -95,13 +99,22 @@ def read_heads(config: Fields) -> DSparkHeads:
         flags["confidence_head_with_markov"],
         _temperatures(config, "greedy_temperatures"),
         _temperatures(config, "sampled_temperatures"),
+        _numbers(config, "greedy_biases"),
+        _numbers(config, "sampled_biases"),
     )
 
 
 def _temperatures(config: Fields, key: str) -> tuple[float, ...]:
+    values = _numbers(config, key)
+    if any(value <= 0 for value in values):
+        raise ConfigError(f"{config.where}: '{key}' must be a list of numbers above 0, found {list(values)}")
+    return values
+
+
+def _numbers(config: Fields, key: str) -> tuple[float, ...]:
     value = _value(config, key, [])
-    if not isinstance(value, list) or not all(is_finite_number(v) and v > 0 for v in value):
-        raise ConfigError(f"{config.where}: '{key}' must be a list of numbers above 0, found {value!r}")
+    if not isinstance(value, list) or not all(is_finite_number(v) for v in value):
+        raise ConfigError(f"{config.where}: '{key}' must be a list of numbers, found {value!r}")
     return tuple(float(v) for v in value)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.kv_cache import KVCache
-from lean_laguna.spec.confidence import position_temperatures
+from lean_laguna.spec.confidence import Calibration
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, TargetEnds
@@ -37,8 +37,8 @@ class DSparkProposer(DFlashProposer):
         super().__init__(drafter, target)
         self.schedule = DraftSchedule() if drafter.confidence_weight is not None else None
         heads, count = drafter.heads, drafter.config.max_draft_tokens
-        self._greedy_temperatures = position_temperatures(heads.greedy_temperatures, count)
-        self._sampled_temperatures = position_temperatures(heads.sampled_temperatures, count)
+        self._greedy = Calibration(heads.greedy_temperatures, heads.greedy_biases).padded(count)
+        self._sampled = Calibration(heads.sampled_temperatures, heads.sampled_biases).padded(count)
 
     def propose(
         self, requests: Sequence[DraftRequest], kv_cache: KVCache, noise: NoiseCache
@@ -106,10 +106,10 @@ class DSparkProposer(DFlashProposer):
                 continue
             guesses = self.drafter.confidence_logits(hidden[at], rows).tolist()
             for i, request, guess in zip(going_on, requests, guesses, strict=True):
-                is_greedy = request.params.temperature == 0
-                temperature = (self._greedy_temperatures if is_greedy else self._sampled_temperatures)[k]
+                temperatures, biases = self._greedy if request.params.temperature == 0 else self._sampled
                 reached = survival[i][-1] if k else 1.0
-                survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess / temperature)))
+                guess = guess / temperatures[k] + biases[k]
+                survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess)))
             if not costs.may_pay(survival, k + 1):
                 break
         return tokens, survival

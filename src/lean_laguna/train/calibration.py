@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lean_laguna.core.dspark_config import DSparkHeads
 from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
-from lean_laguna.spec.confidence import fit_temperatures, survival_error
+from lean_laguna.spec.confidence import Calibration, fit_calibration, survival_error
 from lean_laguna.train.documents import Document
 from lean_laguna.train.drafter_eval import document_text, slot_outcomes
 from lean_laguna.train.generated import Generated
@@ -48,15 +49,10 @@ def calibrate(
     for kind, text in held_out.items():
         logits, accepted, sequence = visited_blocks(drafter, target, text, rows)
         is_fit = sequence % 2 == 0
-        found = fit_temperatures(logits[is_fit], accepted[is_fit])
-        kept = tuple(round(value, 4) for value in found)
-        heads = (
-            replace(heads, greedy_temperatures=kept)
-            if text.temperature == 0
-            else replace(heads, sampled_temperatures=kept)
-        )
-        for name, temperatures in (("before", ()), ("after", kept)):
-            errors = survival_error(logits[~is_fit], accepted[~is_fit], temperatures)[:num_report]
+        found = fit_calibration(logits[is_fit], accepted[is_fit])
+        heads = with_calibration(heads, found, is_greedy=text.temperature == 0)
+        for name, calibration in (("before", Calibration()), ("after", found)):
+            errors = survival_error(logits[~is_fit], accepted[~is_fit], calibration)[:num_report]
             figures[f"{kind}_ece_{name}"] = sum(errors) / len(errors)
             figures[f"{kind}_ece_{name}_max"] = max(errors)
     drafter.set_heads(heads)
@@ -96,15 +92,21 @@ def calibrate_documents(
     is_fit = owner % 2 == 0
     rest = ~is_fit if bool((~is_fit).any()) and bool(is_fit.any()) else torch.ones_like(is_fit)
     is_fit = is_fit if bool(is_fit.any()) else rest
-    kept = tuple(round(value, 4) for value in fit_temperatures(every[is_fit], lengths[is_fit]))
+    found = fit_calibration(every[is_fit], lengths[is_fit])
     is_sampled = any(document.seed is not None and document.temperature for document in documents)
-    heads = drafter.heads
-    drafter.set_heads(
-        replace(heads, sampled_temperatures=kept) if is_sampled else replace(heads, greedy_temperatures=kept)
-    )
+    drafter.set_heads(with_calibration(drafter.heads, found, is_greedy=not is_sampled))
     save_drafter(drafter, out, format=drafter.config.format, dtype=torch.bfloat16, provenance=provenance)
-    before, after = (survival_error(every[rest], lengths[rest], temperatures) for temperatures in ((), kept))
+    before, after = (
+        survival_error(every[rest], lengths[rest], calibration) for calibration in (Calibration(), found)
+    )
     return {"ece_before": sum(before) / len(before), "ece_after": sum(after) / len(after)}
+
+
+def with_calibration(heads: DSparkHeads, found: Calibration, *, is_greedy: bool) -> DSparkHeads:
+    """Return heads with the calibration of one kind of request replaced."""
+    if is_greedy:
+        return replace(heads, greedy_temperatures=found.temperatures, greedy_biases=found.biases)
+    return replace(heads, sampled_temperatures=found.temperatures, sampled_biases=found.biases)
 
 
 def visited_blocks(

@@ -43,6 +43,7 @@ def test_the_layout_is_the_formats_own_where_the_file_is_silent(given, is_shifte
         ({"markov_rank": 0}, "'markov_rank' must be a whole number of at least 1, found 0"),
         ({"enable_confidence_head": "yes"}, "'enable_confidence_head' must be true or false, found 'yes'"),
         ({"greedy_temperatures": [1.0, 0.0]}, "'greedy_temperatures' must be a list of numbers above 0"),
+        ({"greedy_biases": ["x"]}, "'greedy_biases' must be a list of numbers, found"),
         ({"sample_from_anchor": 1}, "'sample_from_anchor' must be true or false"),
     ],
 )
