@@ -215,8 +215,8 @@ class EngineThread:
             for state in stream.states:
                 llm.engine.abort(state.request_id)
             stream.finish()
-            self._soon(stream.settle, error)
             self._soon(self._end, stream)
+            self._soon(stream.settle, error)
             return
         self._streams.update({s.request_id: (stream, i) for i, s in enumerate(stream.states)})
         self._soon(stream.settle, None)
@@ -225,16 +225,14 @@ class EngineThread:
         if self._drop(stream):
             self._metrics.aborted(stream.num_seqs)
             stream.finish()
-            self._soon(_wake, [stream])
             self._soon(self._end, stream)
 
     def _fail(self, stream: Stream, error: BaseException) -> None:
         self._drop(stream)
         self._metrics.failed(stream.num_seqs)
         stream.fail(error)
-        self._soon(stream.settle, error)
-        self._soon(_wake, [stream])
         self._soon(self._end, stream)
+        self._soon(stream.settle, error)
 
     def _fail_all(self, error: BaseException) -> None:
         for stream in dict.fromkeys(stream for stream, _ in self._streams.values()):
