@@ -252,3 +252,15 @@ def test_stored_activation_scales_must_be_there_and_usable(nvfp4: Path) -> None:
     change_tensors(nvfp4, **{spelt(f"{EXPERT}.input_global_scale"): torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"up_proj\.input_global_scale': scales must be above 0"):
         load_laguna(nvfp4)
+
+
+def test_names_below_a_prefix_are_the_configs_names(nvfp4: Path, tmp_path: Path) -> None:
+    other = copy_of(nvfp4, tmp_path / "other")
+    stored = load_file(str(other / "model.safetensors"))
+    renamed = {spelt(name): None for name in stored}
+    renamed |= {spelt(f"language_model.{name}"): tensor for name, tensor in stored.items()}
+    change_tensors(other, **renamed)
+    config = read_config_json(other)["quantization_config"]
+    targets = [r"re:^model\.layers\.\d+\.mlp\.(experts\.\d+|shared_expert)\..*_proj$"]
+    edit_config(other, config_groups={"group_0": {**config["config_groups"]["group_0"], "targets": targets}})
+    assert same_weights(other, nvfp4)
