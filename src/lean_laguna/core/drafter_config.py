@@ -202,16 +202,6 @@ class DFlashConfig:
                 f"the target has {depth} layers"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Write the config.json of a Laguna native drafter, every flag explicit so that no engine guesses.
-
-        Raises:
-            ConfigError: This drafter computes something the Laguna format cannot say.
-        """
-        from lean_laguna.core.drafter_writing import write_config  # it reads this class
-
-        return write_config(self, "laguna")
-
 
 def is_drafter_config(given: Mapping[str, Any]) -> bool:
     """Return True for the config.json of any drafter, served beside a target and never on its own."""

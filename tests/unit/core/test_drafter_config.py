@@ -3,6 +3,7 @@ import json
 import pytest
 
 from lean_laguna.core.drafter_config import DFlashConfig, is_drafter_config
+from lean_laguna.core.drafter_writing import write_config
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from support.drafters import laguna_json, speculators_json, tiny_target, zlab_json
@@ -309,7 +310,7 @@ def test_taps_beyond_the_target_are_refused():
 @pytest.mark.parametrize("dflash", [laguna_dflash(), laguna_dflash() | {"causal": False}])
 def test_a_written_config_says_everything_and_reads_back(dflash):
     config = read(laguna_json(dflash_config=dflash))
-    written = json.loads(json.dumps(config.to_dict()))
+    written = json.loads(json.dumps(write_config(config, "laguna")))
     assert read(written) == config
     assert written["dflash_config"]["causal"] is config.causal
     assert written["sliding_windows"] == [8, 8]
@@ -321,7 +322,7 @@ def test_a_written_config_says_everything_and_reads_back(dflash):
 
 def test_a_full_attention_config_reads_back():
     config = read(laguna_json(layer_types=FULL, gating=False))
-    assert read(config.to_dict()) == config
+    assert read(write_config(config, "laguna")) == config
 
 
 @pytest.mark.parametrize("config", [zlab_json(), speculators_json(), speculators_json(draft_vocab_size=20)])
@@ -329,7 +330,7 @@ def test_what_the_native_format_cannot_say_is_not_written(config):
     with pytest.raises(
         ConfigError, match="cannot be written as Laguna native: it has no norm per tapped layer"
     ):
-        read(config).to_dict()
+        write_config(read(config), "laguna")
 
 
 def test_a_file_that_is_no_config_is_named(tmp_path):
