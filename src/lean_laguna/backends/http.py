@@ -279,7 +279,7 @@ class HttpBackend:
         if self._speculative is not None:
             body["speculative"] = self._speculative
         if on_event is not None and self._card.get("owned_by") == "lean-laguna":
-            body["return_draft_tokens"] = True
+            body["return_draft_flags"] = True
         reader = CompletionReader(params)
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:

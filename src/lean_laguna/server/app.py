@@ -28,6 +28,7 @@ from lean_laguna.server.generate import generate
 from lean_laguna.server.messages_api import count_tokens, error_body, messages
 from lean_laguna.server.metrics import Metrics
 from lean_laguna.server.openapi import description
+from lean_laguna.server.page import page
 from lean_laguna.server.responses_api import responses
 from lean_laguna.server.sending import JSON, ClientGoneError, error_response
 from lean_laguna.server.service import Service
@@ -39,6 +40,7 @@ log = logging.getLogger("lean_laguna.server")
 OPEN_PATHS = ("/", "/health", "/ping", "/version", "/metrics", "/openapi.json")
 """Served without a key: they say nothing of anybody's text."""
 ROUTES: Mapping[tuple[str, str], Endpoint] = {
+    ("GET", "/"): page,
     ("POST", "/v1/completions"): completions,
     ("POST", "/v1/chat/completions"): chat_completions,
     ("POST", "/v1/responses"): responses,

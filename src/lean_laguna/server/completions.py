@@ -20,6 +20,7 @@ from lean_laguna.server.schemas import CompletionRequest
 from lean_laguna.server.sending import DONE, JSON, EventStream, data, until_gone
 from lean_laguna.server.service import Service
 from lean_laguna.server.stream import Delta, Prompt, Stream
+from lean_laguna.server.token_texts import TokenTexts
 from lean_laguna.server.usage import speculation_metrics, usage
 
 
@@ -112,6 +113,8 @@ class _Reply:
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.logprobs: dict[int, shapes.LegacyLogprobs] = {}
         self.num_tokens = [0] * stream.num_seqs
+        skips = stream.prompts[0].params.skip_special_tokens
+        self.texts = [TokenTexts(service.tokenizer, skips) for _ in range(stream.num_seqs)]
 
     async def whole(self) -> dict[str, Any]:
         """Return the response body."""
@@ -155,7 +158,9 @@ class _Reply:
 
     def _is_wanted(self, delta: Delta) -> bool:
         """Return whether tokens without text are still news."""
-        return self.body.logprobs is not None or bool(self.body.return_token_ids)
+        return self.body.logprobs is not None or bool(
+            self.body.return_token_ids or self.body.return_draft_flags
+        )
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """Return a choice that holds what is new of one completion."""
@@ -229,8 +234,9 @@ def _merge(choice: dict[str, Any], piece: dict[str, Any]) -> None:
     """Add a later piece of the same completion."""
     choice["text"] += piece["text"]
     choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
-    if piece.get("token_ids"):
-        choice["token_ids"] += piece["token_ids"]
+    for name in ("token_ids", "is_draft_token", "token_texts"):
+        if piece.get(name):
+            choice[name] += piece[name]
     if piece["logprobs"] is not None:
         for key, values in piece["logprobs"].items():
             choice["logprobs"][key] += values
