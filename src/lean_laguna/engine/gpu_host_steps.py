@@ -80,7 +80,7 @@ class HostSteps:
         lanes.load(lane)
         cols = programs.columns(len(sequences) + sum(num_drafts))
         filtered = has_filters(sequences)
-        start = mark(programs.device)
+        before = mark(programs.device)
         if any(num_drafts):
             programs.run("propose", cols, filtered=filtered)
         drafted = mark(programs.device)
@@ -97,7 +97,7 @@ class HostSteps:
         logits = programs.logits[: int(fields["num_rows"][0])].cpu()
         lanes.give_back(said)
         sampled = SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits)
-        return Verified(drafts, sampled, seconds_between(start, drafted))
+        return Verified(drafts, sampled, seconds_between(before, drafted))
 
     def first_token(self, sequence: SequenceState, token: int, logits: Tensor) -> SampledRows:
         """Return the token after a prompt.
