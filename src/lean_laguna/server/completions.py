@@ -187,6 +187,9 @@ class _Reply:
             choice["token_ids"] = list(token_ids)
             if is_first:
                 choice["prompt_token_ids"] = list(prompt.token_ids)
+        if self.body.return_draft_flags:
+            choice["is_draft_token"] = delta.is_draft_token[: len(token_ids)]
+            choice["token_texts"] = self.texts[delta.choice].of(delta)[: len(token_ids)]
         return choice
 
     def _legacy(

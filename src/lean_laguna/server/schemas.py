@@ -88,6 +88,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
     prompt: PromptField
     echo: bool | None = None
+    return_draft_flags: bool | None = None
     logprobs: int | None = None
 
 
