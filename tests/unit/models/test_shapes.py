@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.drafter_writing import write_config
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.dflash import DFlashDrafter
@@ -36,7 +37,7 @@ def test_the_xs_drafter_is_the_published_file_of_0_9_gb():
 def test_shapes_survive_their_own_config_json_and_belong_together(name):
     target, drafter = laguna_shape(name), drafter_shape(name)
     assert LagunaConfig.from_dict(target.to_dict()) == target
-    assert DFlashConfig.from_dict(drafter.to_dict()) == drafter
+    assert DFlashConfig.from_dict(write_config(drafter, "laguna")) == drafter
     drafter.check_target(target)
     assert max(drafter.target_layer_ids) == target.num_hidden_layers - 1
     assert repository_of(name).startswith("poolside/Laguna-")
