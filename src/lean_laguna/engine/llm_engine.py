@@ -244,6 +244,7 @@ class LLMEngine:
         start_s = time.perf_counter()
         lengths = self._draft_lengths.choose(sequences)
         drafts = with_foreseen(self._runner.propose(sequences, lengths), sequences, self.scheduler.limits)
+        self._counters.speculation.record_cut(self._runner.num_cut_draft_tokens)
         drafted_s = time.perf_counter()
         runs = []
         for sequence, draft in zip(sequences, drafts, strict=True):

@@ -99,6 +99,7 @@ class ModelRunner:
     Attributes:
         kv_cache: Keys and values of all groups, the target's first.
         device: Where rows are computed.
+        num_cut_draft_tokens: Of the last proposal, drafts made and not to be sent to verification.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class ModelRunner:
         self._no_tables: list[tuple[int, ...]] = [()] * len(kv_cache.groups)
         self._tap_layer_ids = tuple(proposer.target_layer_ids) if proposer is not None else ()
         self._noise = noise
+        self.num_cut_draft_tokens = 0
         self._backlog: list[tuple[Run, Tensor]] = []
 
     def compute(self, runs: Sequence[Run], *, wants_context: bool) -> ComputedRows:
@@ -180,6 +182,7 @@ class ModelRunner:
     def propose(self, sequences: Sequence[SequenceState], num_draft_tokens: Sequence[int]) -> list[list[int]]:
         """Draft for each sequence, at most as many tokens as asked."""
         drafts: list[list[int]] = [[] for _ in sequences]
+        self.num_cut_draft_tokens = 0
         wanted = [i for i, n in enumerate(num_draft_tokens) if n]
         if self.proposer is None or not wanted:
             return drafts
@@ -196,6 +199,7 @@ class ModelRunner:
                 counts = sequences[i].speculation
                 if counts is not None:
                     counts.record_cut(len(cut))
+                self.num_cut_draft_tokens += len(cut)
         return drafts
 
     def _batch(self, runs: Sequence[Run]) -> ForwardBatch:

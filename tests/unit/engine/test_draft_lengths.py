@@ -107,6 +107,7 @@ def test_a_confident_drafter_walks_further_and_sends_what_pays(slope):
     # 2 x 6 + 1 drafts where they cost nothing; a few where they cost as much as decoding.
     assert max(sent) == 13 if slope == 0 else max(sent) <= 3
     assert counts.num_cut_draft_tokens == proposer.schedule.num_cut_draft_tokens
+    assert engine.stats().speculation.num_cut_draft_tokens == counts.num_cut_draft_tokens
     assert (counts.num_cut_draft_tokens > 0) == (slope > 0)
     assert sum(len(unsent[0]) for unsent in controller.unsent if unsent) == counts.num_cut_draft_tokens
 
