@@ -21,7 +21,7 @@ demo: $(RUN_STAMP)  ## a real model writes Python, without and with its drafter,
 	@$(BIN)/lean-laguna bench --demo
 
 test: $(DEV_STAMP)  ## every test that runs on a CPU in minutes
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not vllm"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not vllm"
 
 test-all: $(DEV_STAMP)  ## the slow ones too
 	@$(BIN)/python -m pytest -m "not gpu and not vllm"
