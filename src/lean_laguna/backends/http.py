@@ -103,6 +103,25 @@ class HttpBackend:
             other._check_switch()
         return other
 
+    def with_draft_length(self, num_speculative_tokens: int) -> HttpBackend:
+        """Return a backend on the same server that asks for a fixed draft length.
+
+        Raises:
+            ConfigError: The server has no such switch, or its drafter cannot draft so far.
+        """
+        if 0 < self.max_draft_tokens < num_speculative_tokens:
+            raise ConfigError(
+                f"a draft length of {num_speculative_tokens} is beyond the drafter at {self.base_url}, which "
+                f"drafts at most {self.max_draft_tokens} tokens a step"
+            )
+        return self.with_speculation(num_speculative_tokens)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Longest draft, read off the server's counters; 0 where it has none."""
+        counts = self._run(self._counts())
+        return 0 if counts is None else len(counts.num_accepted_tokens_per_pos)
+
     def generate(
         self,
         prompts: Sequence[PromptInput],
@@ -123,14 +142,27 @@ class HttpBackend:
             raise RequestError("n must be 1 here: one completion per prompt is compared", param="n")
         return self._run(self._generate(prompts, each, on_progress))
 
-    def stream(self, prompt: PromptInput, params: SamplingParams, on_event: OnText) -> GenerationResult:
+    def stream(
+        self,
+        prompt: PromptInput | Sequence[Mapping[str, str]],
+        params: SamplingParams,
+        on_event: OnText,
+        *,
+        is_chat: bool = False,
+    ) -> GenerationResult:
         """Complete one prompt and hand on each choice of the stream as it comes.
+
+        Args:
+            prompt: A text, token ids, or the messages of a chat.
+            params: How to sample.
+            on_event: Called with each choice, as the server wrote it.
+            is_chat: Use the chat endpoint; ``prompt`` is messages.
 
         Raises:
             RequestError: The server refuses the request.
             BackendError: It cannot be reached, fails, or breaks the stream off.
         """
-        return self._run(self._complete(prompt, params, on_event))
+        return self._run(self._complete(prompt, params, on_event, is_chat=is_chat))
 
     def check_seed(self) -> None:
         """Find out whether a seed makes the server repeat itself, and note it in ``limits`` if not."""
@@ -156,8 +188,6 @@ class HttpBackend:
             facts["max_model_len"] = self._card["max_model_len"]
         if isinstance(self._speculative, dict):
             facts["num_speculative_tokens"] = self._speculative["num_speculative_tokens"]
-        elif self._speculative is False:
-            facts["num_speculative_tokens"] = 0
         return facts
 
     def close(self) -> None:
@@ -273,16 +303,21 @@ class HttpBackend:
         return results
 
     async def _complete(
-        self, prompt: PromptInput, params: SamplingParams, on_event: OnText | None = None
+        self, prompt: Any, params: SamplingParams, on_event: OnText | None = None, *, is_chat: bool = False
     ) -> GenerationResult:
         body = {"model": self.model, "stream": True, **body_of(prompt, params), **self._extras}
+        if is_chat:
+            body["messages"] = body.pop("prompt")
+            if params.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": params.logprobs}
         if self._speculative is not None:
             body["speculative"] = self._speculative
-        if on_event is not None and self._card.get("owned_by") == "lean-laguna":
+        if on_event is not None and not is_chat and self._card.get("owned_by") == "lean-laguna":
             body["return_draft_flags"] = True
         reader = CompletionReader(params)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise said_by_server(self.base_url, response)

@@ -45,7 +45,9 @@ class CompletionReader:
             self.has_running_usage |= choice is not None
         if choice is None:
             return None
-        text, ids = choice.get("text") or "", choice.get("token_ids") or ()
+        delta = choice.get("delta") or {}
+        thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
+        text, ids = choice.get("text") or delta.get("content") or "", choice.get("token_ids") or ()
         self._texts.append(text)
         self._ids += ids
         self._take_logprobs(choice, ids)
@@ -53,7 +55,7 @@ class CompletionReader:
         if self.has_running_usage:
             num_tokens = int(self._usage.get("completion_tokens", 0))
         else:
-            num_tokens = len(self._ids) or self.num_tokens + bool(text)
+            num_tokens = len(self._ids) or self.num_tokens + bool(text or thought)
         if num_tokens > self.num_tokens:
             self._arrivals_s.append(now_s)
         self.num_tokens = num_tokens
@@ -92,7 +94,7 @@ class CompletionReader:
     def _take_logprobs(self, choice: Mapping[str, Any], ids: Any) -> None:
         """Keep the candidates that can be told by id, which the legacy shape names by text only."""
         found = choice.get("logprobs")
-        if not self._asked_logprobs or not found:
+        if not self._asked_logprobs or not found or "tokens" not in found:
             return
         names, values = found.get("tokens") or (), found.get("token_logprobs") or ()
         tops = found.get("top_logprobs") or [None] * len(names)

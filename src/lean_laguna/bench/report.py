@@ -43,10 +43,23 @@ def heading(result: Mapping[str, Any]) -> Text:
     where = gpus if engine.get("device") == "cuda" and gpus else machine.get("cpu") or "unknown processor"
     threads = f", {_count(engine['num_threads'], 'thread')}" if "num_threads" in engine else ""
     where += f"{threads} · torch {result['versions'].get('torch', '?')} · {engine.get('dtype', '?')}"
+    if "base_url" in engine:  # how that server computes is its own affair
+        servers = {i["base_url"]: i for i in result["engines"].values() if "base_url" in i}
+        said = (
+            f"{url} ({i['engine']} {i.get('engine_version', '')}".rstrip() + ")" for url, i in servers.items()
+        )
+        where = "over HTTP: " + ", ".join(said)
     lines = [names, what, where]
+    lines += [f"note, {url}: {limit}" for url, limit in _limits(result)]
     if result.get("synthetic"):
         lines.insert(0, "SYNTHETIC: for timing only; what came out is not a model's output")
     return Text("\n".join(lines))
+
+
+def _limits(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what the servers cannot do, each once."""
+    found = [(i["base_url"], said) for i in result["engines"].values() for said in i.get("limits", ())]
+    return list(dict.fromkeys(found))
 
 
 def ab_report(result: Mapping[str, Any], *, per_prompt: bool = True) -> RenderableType:

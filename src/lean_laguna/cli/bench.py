@@ -21,10 +21,10 @@ Run the same prompts without a drafter and with one, interleaved; compare speed 
 Exit status 1 if an output differs.
 
   --demo, --profile         a short run that shows the text first; where a decode step's time goes
-  --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
-  --drafter NAME            auto (the one made for the model), or a name
-  --num-speculative-tokens  draft tokens per step, or auto
-  --speculative-config JSON both at once, as vLLM writes it
+  --model NAME, --drafter NAME   nano, a folder, a downloaded repository; auto, or a name
+  --num-speculative-tokens  draft tokens per step, or auto; --speculative-config JSON as vLLM has it
+  --base-url URL            ask a server, drafting and not; --base-url-b URL: that one against this
+  --api-key KEY             for them; else LEAN_LAGUNA_API_KEY or OPENAI_API_KEY
   --prompts SET             mixed (14, easy to hard), trivial (20), or a .jsonl or text file
   --num-prompts N           only N of them, spread over the set
   --repeats 3, --warmup 1   measured passes, and generations per side before them
@@ -78,8 +78,11 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(is_json=args.json)
     with two_sides(args, plan) as (baseline, drafting):
         if args.demo:
+            from lean_laguna.backends.local import LocalBackend
             from lean_laguna.cli.demo import show_text
 
+            assert isinstance(baseline, LocalBackend)
+            assert isinstance(drafting, LocalBackend)
             show_text(baseline, drafting, plan, terminal)
         with terminal.progress() as progress:
             result = run_ab(baseline, drafting, plan, progress)

@@ -19,6 +19,7 @@ from lean_laguna.cli.options import (
     set_threads,
 )
 from lean_laguna.cli.parser import Parser, one_of
+from lean_laguna.cli.remote import add_remote_options, check_remote
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.files import require_writable
 
@@ -34,8 +35,8 @@ Continue a prompt, printing text as it comes. PROMPT - or none at all reads stan
 
   --file PATH               read the prompt from a file
   --chat, --system TEXT     treat the prompt as a user's message, through the model's chat template
-  --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
-  --drafter NAME            auto (the one made for the model), none, or a name
+  --model NAME, --drafter NAME   nano, a folder, a downloaded repository; auto, none, or a name
+  --base-url URL            ask a server instead; --api-key KEY, else LEAN_LAGUNA_API_KEY
   --num-speculative-tokens  draft tokens per step, or auto; 0 is off
   --draft-profile FILE      keep what auto learned on this machine, and start from it next time
   --speculative-config JSON both at once, as vLLM writes it
@@ -67,6 +68,7 @@ def build_parser() -> Parser:
     parser.add_argument("--color", type=one_of("auto", "always", "never"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true")
     add_model_options(parser)
+    add_remote_options(parser, is_pair=False)
     add_draft_length_option(parser)
     add_sampling_options(parser)
     return parser
@@ -80,9 +82,14 @@ def run(args: argparse.Namespace) -> int:
     """
     from lean_laguna.cli.terminal import Terminal
 
+    check_remote(args)
     prompt = read_prompt(args)
     given = given_sampling(args) | ({"n": args.n} if args.n is not None else {})
     sampling_params(given, {})  # mistakes answer at once, before anything is loaded
+    if args.base_url is not None:
+        from lean_laguna.cli.generate_remote import run_remote
+
+        return run_remote(args, prompt, given)
     if args.draft_profile is not None:
         require_writable(args.draft_profile)
     llm = _load(args)

@@ -17,14 +17,18 @@ from lean_laguna.cli.options import (
     set_threads,
 )
 from lean_laguna.cli.parser import Parser, whole
+from lean_laguna.cli.remote import add_remote_options, check_remote, remote_sides
 from lean_laguna.core.errors import RequestError
 from lean_laguna.core.files import atomic_write_json, atomic_write_text, require_writable
 from lean_laguna.tasks.prompts import load_prompts
 
 if TYPE_CHECKING:
+    from lean_laguna.backends.http import HttpBackend
     from lean_laguna.backends.local import LocalBackend
     from lean_laguna.bench.rounds import Plan
     from lean_laguna.cli.terminal import Terminal
+
+    Side = LocalBackend | HttpBackend
 
 # Greedy and 256 tokens: what the published comparisons use.
 DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
@@ -37,6 +41,7 @@ def add_plan_options(parser: Parser, *, prompts: str = "mixed", repeats: int | N
     if repeats is not None:
         parser.add_argument("--repeats", type=whole(1), default=repeats)  # type: ignore[arg-type]
         parser.add_argument("--warmup", type=whole(0), default=1)  # type: ignore[arg-type]
+    add_remote_options(parser)
     parser.add_argument("--out")
     parser.add_argument("--html")
     parser.add_argument("--json", action="store_true")
@@ -51,6 +56,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """
     from lean_laguna.bench.rounds import Plan
 
+    check_remote(args)
     for name in ("out", "html", "svg"):
         if getattr(args, name, None) is not None:
             require_writable(getattr(args, name))
@@ -66,13 +72,23 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 @contextlib.contextmanager
-def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[LocalBackend, LocalBackend]]:
+def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[Side, Side]]:
+    """Yield the side without a drafter and the one with it: two engines, or servers that are asked.
+
+    Raises:
+        LeanLagunaError: A model is missing or damaged, a server cannot be asked, or a prompt does not fit.
+    """
+    if args.base_url is not None:
+        with remote_sides(args, plan) as sides:
+            yield sides
+    else:
+        yield from _engines(args, plan)
+
+
+def _engines(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[Side, Side]]:
     """Load the target once and yield an engine without a drafter and one with it.
 
     The prefix cache is off: a repeat would otherwise find its own prompt in it.
-
-    Raises:
-        LeanLagunaError: A model is missing or damaged, or a prompt does not fit.
     """
     drafter = drafter_name(args, is_required=True)
     if not is_dummy(args):
@@ -97,7 +113,7 @@ def two_sides(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[LocalBacke
     drafting.close()
 
 
-def draft_lengths(given: list[int] | None, usual: tuple[int, ...], backend: LocalBackend) -> list[int]:
+def draft_lengths(given: list[int] | None, usual: tuple[int, ...], backend: Side) -> list[int]:
     """Return the draft lengths to run: as given, or the usual ones that this drafter can draft.
 
     Raises:

@@ -31,9 +31,17 @@ SAMPLING_NUMBERS: dict[str, Any] = {
 }
 
 
+class _GivenModel(argparse.Action):
+    """Keeps whether the model was named: a server is asked for its own unless it was."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.model, namespace.is_model_given = values, True
+
+
 def add_model_options(parser: Parser) -> None:
     """Add the target, the drafter and where they run."""
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.set_defaults(is_model_given=False)
+    parser.add_argument("--model", default=DEFAULT_MODEL, action=_GivenModel)
     parser.add_argument("--drafter", default=AUTO)
     parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from lean_laguna.cli.measuring import add_plan_options, draft_lengths, make_plan, two_sides, write_files
 from lean_laguna.cli.options import add_model_options, add_sampling_options
 from lean_laguna.cli.parser import Parser, whole_list
+
+if TYPE_CHECKING:
+    from lean_laguna.backends.base import Backend
 
 USUAL_LENGTHS = (1, 3, 7, 15)
 HELP = """\
 usage: lean-laguna parity [options]
 
 Run every prompt twice without a drafter (the control) and once with each draft length; compare.
-Verdicts: identical; near-tie, where the first tokens that differ had almost the same score (both
-are shown, with position and margin); mismatch. Exit status 1 on a mismatch.
+Verdicts: identical; near-tie, where the first tokens that differ had almost the same score;
+mismatch. Exit status 1 on a mismatch.
 
   --draft-lengths 1,7       what to compare; else 1,3,7,15 as far as the drafter goes
   --strict                  exit status 1 on a near-tie too
-  --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
-  --drafter NAME            auto (the one made for the model), or a name
+  --model NAME, --drafter NAME   nano, a folder, a downloaded repository; auto, or a name
+  --base-url URL            ask a server: vLLM, SGLang, llama.cpp, ours; also --model, --api-key KEY
+  --base-url-b URL          compare this server with that one, as they are
   --prompts SET             mixed (14, easy to hard), trivial (20), or a .jsonl or text file
   --num-prompts N           only N of them, spread over the set
   --out FILE, --html FILE   write the result file, a page
@@ -60,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
     terminal = Terminal(is_json=args.json)
     with two_sides(args, plan) as (baseline, drafting):
-        lengths = draft_lengths(args.draft_lengths, USUAL_LENGTHS, drafting)
-        sides = {_name(length): drafting.with_draft_length(length) for length in lengths}
+        sides: dict[str, Backend] = {"other server": drafting}
+        if args.base_url_b is None or args.draft_lengths is not None:
+            lengths = draft_lengths(args.draft_lengths, USUAL_LENGTHS, drafting)
+            sides = {_name(length): drafting.with_draft_length(length) for length in lengths}
         with terminal.progress() as progress:
             result = run_parity(baseline, sides, plan, progress)
         engines = {"baseline": baseline.info(), "drafting": drafting.info()}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from lean_laguna.cli.measuring import add_plan_options, draft_lengths, make_plan, two_sides, write_files
 from lean_laguna.cli.options import add_model_options, add_sampling_options
 from lean_laguna.cli.parser import Parser, whole_list
+
+if TYPE_CHECKING:
+    from lean_laguna.backends.base import Backend
 
 USUAL_LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 15)
 HELP = """\
@@ -16,13 +20,13 @@ Measure decode speed for several draft lengths, interleaved, compare every outpu
 without a drafter, and name the best length on this machine. Exit status 1 if an output differs.
 
   --draft-lengths 1,3,7     what to try; else 1,2,3,4,5,7,9,11,15 as far as the drafter goes
-  --model NAME              nano, a folder, or a downloaded repository such as poolside/Laguna-XS.2
-  --drafter NAME            auto (the one made for the model), or a name
+  --model NAME, --drafter NAME   nano, a folder, a downloaded repository; auto, or a name
+  --base-url URL            ask a server, which must take a draft length per request; --api-key KEY
+  --base-url-b URL          the draft lengths on this server, the baseline on that one
   --prompts SET             mixed (14, easy to hard), trivial (20), or a .jsonl or text file
   --num-prompts N           only N of them, spread over the set
   --repeats 2, --warmup 1   measured passes, and generations per length before them
-  --svg FILE, --html FILE   write the chart, a page with it
-  --out FILE                write the result file
+  --svg FILE, --html FILE, --out FILE   write the chart, a page with it, the result file
   --json                    one line of JSON last, and nothing else on standard output
 sampling, with vLLM's names; greedy and 256 tokens unless given:
   --temperature T  --top-p P  --top-k K  --min-p P  --seed S  --max-tokens N
@@ -61,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(is_json=args.json)
     with two_sides(args, plan) as (baseline, drafting):
         lengths = draft_lengths(args.draft_lengths, USUAL_LENGTHS, drafting)
-        sides = {0: baseline, **{length: drafting.with_draft_length(length) for length in lengths}}
+        sides: dict[int, Backend] = {
+            0: baseline,
+            **{length: drafting.with_draft_length(length) for length in lengths},
+        }
         with terminal.progress() as progress:
             result = run_sweep(sides, plan, progress)
         engines = {"baseline": baseline.info(), "drafting": drafting.info()}
