@@ -139,13 +139,14 @@ def test_router_embedding_and_norms_are_no_linears(nvfp4: Path) -> None:
 def test_modelopts_names_give_the_same_weights(nvfp4: Path) -> None:
     expected = load_laguna(nvfp4)
     stored = load_file(str(nvfp4 / "model.safetensors"))
+    renamed: dict[str, torch.Tensor | None] = {}
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
         if part == "weight_packed":
-            change_tensors(nvfp4, **{spelt(name): None, spelt(f"{module}.weight"): tensor})
+            renamed |= {spelt(name): None, spelt(f"{module}.weight"): tensor}
         if part == "weight_global_scale":
-            inverse = (1 / tensor).view(())
-            change_tensors(nvfp4, **{spelt(name): None, spelt(f"{module}.weight_scale_2"): inverse})
+            renamed |= {spelt(name): None, spelt(f"{module}.weight_scale_2"): (1 / tensor).view(())}
+    change_tensors(nvfp4, **renamed)
     found = load_laguna(nvfp4)
     for name, parameter in expected.named_parameters():
         assert torch.allclose(found.get_parameter(name), parameter, rtol=1e-6, atol=0), name
