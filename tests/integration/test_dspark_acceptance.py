@@ -1,4 +1,4 @@
-"""The chain-walked acceptance that the trainer finds for a DSpark drafter is the engine's, to the last count.
+"""The chain-walked acceptance that the trainer finds for a DSpark drafter is the engine's, count by count.
 
 The drafter is the shipped DFlash one with heads at random: they must matter, not help.
 """
@@ -14,25 +14,12 @@ from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter, save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
-from lean_laguna.spec.noise import gumbel_noise
 from lean_laguna.train.drafter_eval import correct_slots
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import accepted_lengths, chain_counts
 
 NUM_DRAFT_TOKENS, MAX_TOKENS = 7, 48
 PROMPT = "class TemperatureLog:\n    def __init__(self, path):\n        self.path = path"
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedText(Generated):
-    """What an engine wrote, with the noise that it drew: a function of seed, position and token."""
-
-    seed: int = 0
-
-    def noise(self, start, stop):
-        length = self.tokens.shape[1]
-        rows = gumbel_noise([self.seed] * length, list(range(length)), self.vocab_size)
-        return torch.from_numpy(rows).float()[None]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +48,8 @@ def test_tau_chain_is_the_mean_acceptance_length_as_served(folder, temperature):
     target = load_laguna(resolve_model("nano")).requires_grad_(False)
     drafter = load_drafter(folder, target.config)
     tokens = torch.tensor([[*prompt, *completion.token_ids]], dtype=torch.int32)
-    text = ServedText(
-        tokens, torch.tensor([len(prompt)]), temperature, 0, target.config.vocab_size, completion.seed or 0
+    text = Generated(
+        tokens, torch.tensor([len(prompt)]), temperature, 0, target.config.vocab_size, completion.seed
     )
     with torch.no_grad():
         correct, mask = correct_slots(drafter, target, text, 0, 1, NUM_DRAFT_TOKENS)

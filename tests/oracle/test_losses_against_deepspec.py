@@ -1,6 +1,6 @@
 """DeepSpec's DSpark loss, written down from its formulas, and ours on random tensors: values and gradients.
 
-Source: DeepSpec deepspec/trainer/loss.py: weights exp(-k / 4), means over supervised slots weighted with them,
+Source: DeepSpec deepspec/trainer/loss.py: weights exp(-k / 4), means of supervised slots weighted by them,
 L1 over the whole vocabulary at temperature 1, the acceptance 1 - L1 / 2 as the confidence's target.
 """
 

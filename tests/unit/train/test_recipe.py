@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import checkpoint_hash
+from lean_laguna.models.shapes import drafter_shape, laguna_shape
 from lean_laguna.train.licences import PERMITTED_IDS
 from lean_laguna.train.recipe import (
     CorpusRecipe,
@@ -71,12 +73,18 @@ def of_then(written, then):
 
 @pytest.mark.parametrize(
     ("kind", "recipe", "model"),
-    [(TargetRecipe, "target", "laguna-nano"), (DrafterRecipe, "dflash", "laguna-nano-dflash")],
+    [
+        (TargetRecipe, "target", "laguna-nano"),
+        (DrafterRecipe, "dflash", "laguna-nano-dflash"),
+        (DrafterRecipe, "dspark", "laguna-nano-dspark"),
+    ],
 )
 def test_the_shipped_models_were_made_with_the_shipped_recipes(kind, recipe, model):
     start = json.loads((ASSETS / model / "train_log.jsonl").read_text().splitlines()[0])
     assert start["event"] == "start"
     written = json.loads(json.dumps(asdict(load_recipe(kind, RECIPES / f"{recipe}.toml"))))
+    if recipe == "dspark":  # benchmarks/gpu_dspark.py evaluates at the end only
+        written["val_every_s"] = start["recipe"]["val_every_s"]
     assert of_then(written, start["recipe"]) == start["recipe"]
 
 
@@ -95,3 +103,25 @@ def test_the_shipped_manifest_follows_the_shipped_recipe_and_is_permissive_throu
 def test_the_shipped_drafter_names_the_shipped_target():
     config = json.loads((ASSETS / "laguna-nano-dflash" / "config.json").read_text())
     assert config["provenance"]["target_sha256"] == checkpoint_hash(ASSETS / "laguna-nano")
+
+
+@pytest.mark.parametrize("name", ["nano/dspark", "tiny/dspark", "xs/dflash", "xs/dspark"])
+def test_the_recipes_of_published_runs_describe_drafters_of_their_targets(name):
+    recipe = load_recipe(DrafterRecipe, RECIPES.parent / f"{name}.toml")
+    config = DFlashConfig.from_dict(recipe.model)
+    if name.startswith("xs"):
+        shape = drafter_shape("laguna-xs-2.1")
+        config.check_target(laguna_shape("laguna-xs-2.1"))
+        plain = dataclasses.replace(
+            config, dspark=None, gating=shape.gating, draft_block_size=shape.draft_block_size
+        )
+        assert plain == shape
+    else:
+        config.check_target(LagunaConfig.from_dict(load_recipe(TargetRecipe, RECIPES / "target.toml").model))
+    assert not config.sample_from_anchor
+    if name.endswith("dspark"):  # source 004's weights
+        terms = recipe.terms
+        assert (terms.ce, terms.l1, terms.confidence, recipe.loss_decay) == (0.1, 0.9, 1.0, 4.0)
+    if name == "xs/dflash":  # source 001
+        assert (recipe.epochs, recipe.length, recipe.anchors, recipe.optimizer.lr) == (6.0, 8192, 3072, 6e-4)
+        assert config.max_draft_tokens == 7
