@@ -40,6 +40,7 @@ class CatalogEntry:
 BUILT_IN = {
     "nano": CatalogEntry(ASSETS / "laguna-nano", "target", drafter="nano-dflash"),
     "nano-dflash": CatalogEntry(ASSETS / "laguna-nano-dflash", "drafter"),
+    "nano-dspark": CatalogEntry(ASSETS / "laguna-nano-dspark", "drafter"),
 }
 # The drafter that the publisher made for each published target.
 PUBLISHED_DRAFTERS = {
