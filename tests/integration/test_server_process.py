@@ -76,6 +76,16 @@ def test_killed_during_a_stream_the_port_serves_again_and_a_signal_ends_it_clean
         assert second.wait(30) == 0
 
 
+def test_a_signal_while_it_loads_ends_it_cleanly() -> None:
+    port = free_port()
+    with process(port) as child:
+        wait_for(f"http://127.0.0.1:{port}", 503)
+        child.send_signal(signal.SIGTERM)
+        _, err = child.communicate(timeout=60)
+        assert child.returncode == 0
+        assert "terminate called" not in err
+
+
 def test_a_port_in_use_and_a_wrong_model_are_one_line_and_a_status() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

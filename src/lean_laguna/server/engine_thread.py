@@ -125,6 +125,11 @@ class EngineThread:
 
         self._commands.put(command)
 
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread's end; false where it goes on, which only loading or a long step can do."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     # --- engine thread
 
     def _run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -111,3 +112,8 @@ def serve(
     server.run(sockets=[listener])
     if failed:
         raise failed[0]
+    service = server.app.service
+    if service is not None and not service.engine.join(_LAST_WORDS_S):
+        # Stopped while it loads: the interpreter cannot end a thread that is inside a library, and would abort.
+        sys.stderr.flush()
+        os._exit(0)

@@ -23,7 +23,7 @@ def on_thread(scenario, load=None):
             return await scenario(engine)
         finally:
             engine.stop("the test is over")
-            await asyncio.to_thread(engine._thread.join, 20)
+            assert await asyncio.to_thread(engine.join, 20)
 
     return asyncio.run(run())
 
@@ -95,7 +95,7 @@ def test_stopping_fails_what_runs_and_refuses_what_comes():
         engine.stop("enough")
         with pytest.raises(ApiError, match="enough"):
             await read(stream)
-        await asyncio.to_thread(engine._thread.join, 20)
+        await asyncio.to_thread(engine.join, 20)
         with pytest.raises(ApiError, match="stopping") as caught:
             await engine.submit(Stream([Prompt((40,), PARAMS)]))
         assert caught.value.status == 503
