@@ -86,7 +86,7 @@ def plan_block_attention(
     is_row = rows < lengths
     is_uniform = bool(is_row.all())
     block_keys = (np.arange(num_requests)[:, None] * (width + num_rows) + width + rows)[is_row]
-    mask = _mask(num_rows, width, window, causal)
+    mask = block_mask(num_rows, width, window, causal)
     if not (is_uniform and blocks.all()):
         hidden = np.zeros((num_requests, 1, num_rows, width + num_rows), dtype=bool)
         hidden[..., :width] = (blocks == 0)[:, None, None]
@@ -108,7 +108,7 @@ def plan_block_attention(
 
 
 @functools.lru_cache(maxsize=64)
-def _mask(num_rows: int, width: int, window: int | None, causal: bool) -> Tensor:
+def block_mask(num_rows: int, width: int, window: int | None, causal: bool) -> Tensor:
     """Return [1, 1, R, C + R]: 0 where a row sees a key of a full context or block, -inf where not."""
     offset = torch.arange(-width, num_rows) - torch.arange(num_rows)[:, None]
     seen = offset <= 0 if causal else torch.ones_like(offset, dtype=torch.bool)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.kernels import dispatch
 from lean_laguna.kernels.draft_attention import BlockPlan, plan_block_attention
+from lean_laguna.kernels.linear import ROW_TILE, TILE_HEIGHTS
 from lean_laguna.models.dflash_layers import DFlashLayer, Rotation, norm
+from lean_laguna.models.dflash_tile import DraftPasses
 from lean_laguna.models.forward_batch import ForwardBatch
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.models.packing import pack_rows
@@ -57,6 +59,7 @@ class DFlashDrafter(nn.Module):
         with torch.device("cpu"):  # a real table even where the weights are built on the meta device
             self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         self._place = _places(config.layer_windows)
+        self._passes: DraftPasses | None = None
         self._is_packed = False
 
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -104,8 +107,12 @@ class DFlashDrafter(nn.Module):
         """
         self.pack()
         num_rows, eps = batch.positions.shape[0], self.config.rms_norm_eps
-        padding = -num_rows % dispatch.ROW_TILE
-        rows = F.pad(aux_hidden_states.to(self.norm.dtype), (0, 0, 0, 0, 0, padding))
+        passes = self._passes
+        is_prepared = passes is not None and passes.prepare(batch, kv_cache) is not None
+        padding = next((h for h in TILE_HEIGHTS if h >= num_rows), num_rows + -num_rows % ROW_TILE) - num_rows
+        rows = aux_hidden_states.to(self.norm.dtype)
+        if padding:
+            rows = F.pad(rows, (0, 0, 0, 0, 0, padding))
         if self.aux_hidden_norms is not None:
             rows = dispatch.rms_norm(rows, self.aux_hidden_norms, eps)
         context = dispatch.linear(rows.flatten(1), self.fc.weight)
@@ -126,6 +133,9 @@ class DFlashDrafter(nn.Module):
         k.mul_(torch.stack([layer.self_attn.k_norm for layer in layers]).unsqueeze(1))
         rotation = self._rotation(batch.positions)
         dispatch.rotate_(k, rotation.cos.unsqueeze(1), rotation.signed_sin.unsqueeze(1))
+        if is_prepared and passes is not None:
+            passes.append(kv, batch, kv_cache)
+            return
         for group in {group for group, _ in self._place}:
             own = [i for i, (of, _) in enumerate(self._place) if of == group]
             kv_cache.write_layers(
@@ -148,9 +158,19 @@ class DFlashDrafter(nn.Module):
         config = self.config
         assert all(s.first_position + s.num_rows <= config.max_position_embeddings for s in batch.spans)
         self.pack()
+        num_context = self._passes.prepare(batch, kv_cache) if self._passes is not None else None
+        if num_context is not None and self._passes is not None:
+            residual = embed(batch.input_ids).to(self.norm.dtype)
+            self._passes.run(residual, batch, kv_cache, num_context)
+            return dispatch.rms_norm(residual, self.norm, config.rms_norm_eps)
+        return self._propose_packed(batch, kv_cache, embed)
+
+    def _propose_packed(self, batch: ForwardBatch, kv_cache: KVCache, embed: Embed) -> Tensor:
+        """Run blocks of any number of requests, on any device."""
+        config = self.config
         ids, positions = batch.input_ids, batch.positions
         num_rows = ids.shape[0]
-        padding = -num_rows % dispatch.ROW_TILE
+        padding = -num_rows % ROW_TILE
         if padding:
             # Whole tiles from here on; padding rows repeat the last and are dropped at the end.
             ids, positions = (torch.cat((rows, rows[-1:].expand(padding))) for rows in (ids, positions))
@@ -235,12 +255,15 @@ class DFlashDrafter(nn.Module):
             pack_rows([self.fc.weight])
             if self.lm_head is not None:
                 pack_rows([cast(nn.Parameter, self.lm_head.weight)])
+        if DraftPasses.fits(self.config, self.norm):
+            self._passes = DraftPasses(self.config, self._draft_layers(), self.rotary, DRAFT_SLIDING_GROUP)
         self._is_packed = True
 
     def unpack(self) -> None:
         """Forget the served path's layout; the next served call makes it anew."""
         for layer in self._draft_layers():
             layer.pack(False)
+        self._passes = None
         self._is_packed = False
 
     def load_state_dict(

@@ -71,6 +71,12 @@ class DFlashAttention(nn.Module):
             self._packed = pack_rows(weights)
             pack_rows([self.o_proj.weight])
 
+    @property
+    def packed(self) -> Tensor:
+        """The joint weight of q, k, v and gate, [N, D]; ``pack`` comes first."""
+        assert self._packed is not None, "pack() comes first"
+        return self._packed
+
     def kv_weight(self) -> Tensor:
         """Return the [2JP, D] rows of the projection that make k and v."""
         return self.qkv_proj.weight[self.q_size :]
@@ -87,9 +93,8 @@ class DFlashAttention(nn.Module):
         Returns:
             [T, D].
         """
-        assert self._packed is not None, "pack() comes first"
         heads, both = self.num_heads, self.num_heads + self.num_kv_heads
-        joint = dispatch.linear(normed, self._packed)
+        joint = dispatch.linear(normed, self.packed)
         qk = joint[:, : self.q_size + self.kv_size].view(-1, both, self.head_dim)
         dispatch.rms_scale_(qk, self.eps)
         q = qk[:, :heads].mul_(self.q_norm)

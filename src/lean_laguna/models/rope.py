@@ -80,6 +80,11 @@ class RotaryEmbedding:
         rows = self.table(num_positions).index_select(0, positions)
         return rows[:, 0:1], rows[:, 2:3]
 
+    def turns_from(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``turns`` of consecutive positions on a CPU, views of the table."""
+        rows = self.table(first + count)[first : first + count]
+        return rows[:, 0:1], rows[:, 2:3]
+
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin without a table."""
         angles = positions[..., None].float() * self.inverse_on(positions.device)
