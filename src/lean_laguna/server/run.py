@@ -114,6 +114,6 @@ def serve(
         raise failed[0]
     service = server.app.service
     if service is not None and not service.engine.join(_LAST_WORDS_S):
-        # Stopped while it loads: the interpreter cannot end a thread that is inside a library, and would abort.
+        # Stopped while it loads: the interpreter cannot end a thread inside a library, and would abort.
         sys.stderr.flush()
         os._exit(0)
