@@ -50,7 +50,7 @@ def body_of(prompt: PromptInput, params: SamplingParams) -> dict[str, Any]:
         if field.name == "logit_bias":
             value = {str(token): bias for token, bias in value.items()}
         elif field.name == "structured_outputs":
-            value = {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
+            value = {k: v for k, v in dataclasses.asdict(value).items() if v not in (None, False)}
         elif isinstance(value, tuple):
             value = list(value)
         if value is not None:
