@@ -98,13 +98,15 @@ class DSparkProposer(DFlashProposer):
             ]
             at = [starts[i] + k for i in going_on]
             rows = self.drafter.markov_rows(torch.tensor(before, device=logits.device))
-            biased = logits[at] + self.drafter.markov_bias(rows).float()
+            # Slices of single rows are views: on a CPU the number of operations decides.
+            own = slice(at[0], at[0] + 1) if len(at) == 1 else at
+            biased = self.drafter.add_bias(logits[own], rows)
             following = sample_next_drafts(biased, requests, [tokens[i] for i in going_on], noise)
             for i, token in zip(going_on, following, strict=True):
                 tokens[i].append(token)
             if costs is None:
                 continue
-            guesses = self.drafter.confidence_logits(hidden[at], rows).tolist()
+            guesses = self.drafter.confidence_logits(hidden[own], rows).tolist()
             for i, request, guess in zip(going_on, requests, guesses, strict=True):
                 temperatures, biases = self._greedy if request.params.temperature == 0 else self._sampled
                 reached = survival[i][-1] if k else 1.0
