@@ -81,7 +81,8 @@ class WeightEncoder:
                 needs; else each has its own.
         """
         self._source, self._schemes = source, schemes
-        self._largest: dict[str, Tensor] = {}
+        # Plain numbers: a tensor kept among a conversion's short-lived ones would hold on to their memory.
+        self._largest: dict[str, float] = {}
         self._lock = threading.Lock()
         self._sets: dict[str, list[str]] = {}
         self._set_of: dict[str, str] = {}
@@ -167,17 +168,16 @@ class WeightEncoder:
 
     def _largest_of_set(self, module: str) -> Tensor:
         members = self._sets[self._set_of[module]]
-        found = [self._largest_of(member) for member in members]
-        return torch.stack(found).amax()
+        kind = _TORCH[self._source.tensors.dtype_name(f"{module}.weight")]
+        return torch.tensor(max(self._largest_of(member) for member in members), dtype=kind)
 
-    def _largest_of(self, module: str) -> Tensor:
+    def _largest_of(self, module: str) -> float:
         with self._lock:
             known = self._largest.get(module)
         if known is None:
-            parts = []
+            known = 0.0
             for _, piece in self._read(module, max(1, _PIECE_WEIGHTS // self._source.shapes[module][1])):
-                parts.append(self._largest_finite(module, piece))
-            known = torch.stack(parts).amax()
+                known = max(known, self._largest_finite(module, piece).item())
             with self._lock:
                 self._largest[module] = known
         return known
