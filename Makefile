@@ -15,7 +15,7 @@ RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
 FUZZ := $(VENV)/fuzz
 
-.PHONY: demo test test-all check lint bench fuzz clean
+.PHONY: demo test test-all check lint bench fuzz clients clean
 
 demo: $(RUN_STAMP)  ## a real model writes Python, without and with its drafter, side by side
 	@$(BIN)/lean-laguna bench --demo
@@ -41,6 +41,9 @@ bench: $(RUN_STAMP)  ## the numbers of the README, written to results/
 
 fuzz: $(RUN_STAMP) $(FUZZ)/bin/st  ## 10,000 requests made from the server's own description: no 5xx, no dropped connection
 	@sh scripts/fuzz_server.sh $(BIN) $(FUZZ)/bin 10000
+
+clients: $(RUN_STAMP)  ## openai, anthropic, lm-eval, guidellm and others against the server; written to results/
+	@$(BIN)/python tests/clients/prove.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

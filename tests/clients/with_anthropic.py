@@ -1,4 +1,4 @@
-"""The ``anthropic`` package against a running server. Usage: with_anthropic.py URL; exit status 0 is proof."""
+"""The ``anthropic`` package against a running server. Usage: with_anthropic.py URL"""
 
 from __future__ import annotations
 
@@ -75,13 +75,14 @@ def errors() -> None:
         ("invalid_request_error", {"messages": [{"role": "user", "content": "x " * 9000}]}),
         ("not_found_error", {"model": "nobody"}),
     ):
+        found: anthropic.APIStatusError | None = None
         try:
             client.messages.create(**{"model": MODEL, "max_tokens": 8, "messages": ASK, **change})
         except anthropic.APIStatusError as error:
-            assert error.body["error"]["type"] == kind, error.body  # type: ignore[index]
-            say("error", f"{type(error).__name__} {error.status_code} {kind}")
-        else:
-            raise AssertionError(change)
+            found = error
+        assert found is not None, change
+        assert found.body["error"]["type"] == kind, found.body
+        say("error", f"{type(found).__name__} {found.status_code} {kind}")
 
 
 say("anthropic", anthropic.__version__)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,17 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
+
+# The protocol's pipes are descriptors 3 and 4 of the browser.
+_REDIRECT = """
+import os, sys
+to, back, *words = sys.argv[1:]
+for end, place in ((to, 60), (back, 61)):
+    os.dup2(int(end), place)
+os.dup2(60, 3)
+os.dup2(61, 4)
+os.execv(words[0], words)
+"""
 
 
 class Tab:
@@ -92,10 +104,9 @@ def browser(profile: Path) -> Iterator[Tab]:
     assert program is not None, f"none of {', '.join(NAMES)} is installed"
     read_by_browser, to_browser = os.pipe()
     from_browser, written_by_browser = os.pipe()
-    # The protocol's pipes are descriptors 3 and 4 of the browser; the shell puts them there.
-    redirect = f'exec "$0" "$@" 3<&{read_by_browser} 4>&{written_by_browser}'
+    ends = (str(read_by_browser), str(written_by_browser))
     child = subprocess.Popen(
-        ["sh", "-c", redirect, program, *_FLAGS, f"--user-data-dir={profile}"],
+        [sys.executable, "-c", _REDIRECT, *ends, program, *_FLAGS, f"--user-data-dir={profile}"],
         pass_fds=(read_by_browser, written_by_browser),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
