@@ -117,8 +117,7 @@ class DFlashDrafter(nn.Module):
             rows = dispatch.rms_norm(rows, self.aux_hidden_norms, eps)
         context = dispatch.linear(rows.flatten(1), self.fc.weight)
         context = dispatch.rms_norm(context, self.hidden_norm, eps)
-        # The layers' norms differ in their weight only, and their keys are normed and rotated in one go: on a
-        # CPU the number of operations decides.
+        # The layers' keys are normed and rotated in one go: on a CPU the number of operations decides.
         layers = self._draft_layers()
         scaled = dispatch.rms_scale(context, eps) if self.config.norm_context else context
         inputs = [scaled * layer.input_layernorm if layer.norm_context else context for layer in layers]
@@ -131,7 +130,11 @@ class DFlashDrafter(nn.Module):
         ).view(num_rows, len(layers), 2, self.config.num_key_value_heads, self.config.head_dim)
         k = dispatch.rms_scale_(kv[:, :, 0], eps)
         k.mul_(torch.stack([layer.self_attn.k_norm for layer in layers]).unsqueeze(1))
-        rotation = self._rotation(batch.positions)
+        rotation = (
+            Rotation(*self.rotary.turns_from(batch.spans[0].first_position, num_rows))
+            if is_prepared
+            else self._rotation(batch.positions)
+        )
         dispatch.rotate_(k, rotation.cos.unsqueeze(1), rotation.signed_sin.unsqueeze(1))
         if is_prepared and passes is not None:
             passes.append(kv, batch, kv_cache)

@@ -151,9 +151,11 @@ class DFlashProposer:
         room = self.drafter.config.max_position_embeddings - 1 - request.anchor_position
         return max(0, min(request.num_draft_tokens, self.max_draft_tokens, room))
 
-    def _slots(self, batch: ForwardBatch) -> list[int]:
+    def _slots(self, batch: ForwardBatch) -> list[int] | slice:
         """Return the rows that predict, block by block."""
         first = self.drafter.config.first_slot
+        if len(batch.spans) == 1:
+            return slice(first, None)  # a view, where a list would copy
         return [span.start + row for span in batch.spans for row in range(first, span.num_rows)]
 
     def _block_batch(self, drafted: Sequence[tuple[DraftRequest, int]], kv_block_size: int) -> ForwardBatch:
