@@ -84,6 +84,16 @@ CLIENTS = {
         ),
         ("Benchmarking complete",),
     ),
+    "aiperf": Client(
+        (
+            *("aiperf", "profile", "--model", "nano", "--url", "{url}", "--endpoint-type", "completions"),
+            *("--streaming", "--tokenizer", "{nano}", "--request-count", "4", "--concurrency", "1"),
+            *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "24", "--ui", "none"),
+            *("--extra-inputs", "ignore_eos:true", "--artifact-dir", "{work}"),
+        ),
+        ("Output Sequence Length.* 24.00", "LLM Metrics: Spec Decode", "Acceptance Length"),
+        is_online=True,
+    ),
 }
 
 
@@ -153,14 +163,15 @@ def prove(name: str, url: str, work: Path) -> tuple[bool, str]:
     verdict = "as expected" if is_right else f"FAILED: exit status {done.returncode}, not found: {missing}"
     versions = (ROOT / "requirements" / "clients" / f"{name}.txt").read_text(encoding="utf-8").split()
     command = " ".join(client.words)
-    shown = "\n".join("    " + line.rpartition("\r")[2].rstrip() for line in tail(text))
+    shown = "\n".join("    " + line for line in tail(text))
     shown = shown.replace(url, "URL").replace(str(work), "WORK").replace(str(ROOT), ".")
     return is_right, f"## {name}: {verdict}\n\n{', '.join(versions)}\n\n    $ {command}\n{shown}\n"
 
 
 def tail(text: str) -> list[str]:
-    """Return the last lines that say something."""
-    return [line for line in text.splitlines() if line.strip()][-SHOWN_LINES:]
+    """Return the last lines that say something; progress bars say nothing once they are done."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    return [line for line in lines if line.strip() and not line.endswith("it/s]")][-SHOWN_LINES:]
 
 
 def install(name: str) -> Path:

@@ -42,6 +42,7 @@ _NO_IDS = "it does not report token ids: outputs are compared as text, and no ma
 _NO_USAGE = "it does not report usage while it streams: first and last token are taken from chunks with text"
 _NO_COUNTS = "it reports no speculation counters (vLLM's spec_decode_*): its acceptance is not known"
 _NO_LOGPROBS = "it gives no log-probabilities: where outputs part, no margin is known"
+_CACHED = "its prefix cache served repeated prompts: times to the first token are shorter than a new prompt's"
 _NO_SEED = "it does not repeat itself under a seed: sampled outputs differ from run to run"
 
 
@@ -168,8 +169,7 @@ class HttpBackend:
         """Find out whether a seed makes the server repeat itself, and note it in ``limits`` if not."""
         params = SamplingParams(temperature=1.5, seed=7, max_tokens=12)
         first, second = (self.generate(["x = "], params)[0] for _ in range(2))
-        if (first.token_ids, first.text) != (second.token_ids, second.text) and _NO_SEED not in self.limits:
-            self.limits.append(_NO_SEED)
+        self._note((first.token_ids, first.text) != (second.token_ids, second.text), _NO_SEED)
 
     def info(self) -> dict[str, Any]:
         """Return what a result file must say; see ``Backend.info``.
@@ -234,7 +234,7 @@ class HttpBackend:
         self._note(result.speculation is None and counts is None, _NO_COUNTS)
 
     def _note(self, is_so: bool, limit: str) -> None:
-        if is_so:
+        if is_so and limit not in self.limits:
             self.limits.append(limit)
 
     def _check_switch(self) -> None:
@@ -252,7 +252,7 @@ class HttpBackend:
         stats = result.speculation
         if stats is None:
             if most or _NO_COUNTS in self.limits:
-                raise ConfigError(f"{why}: it reports no drafting; {hint}")
+                raise ConfigError(f"{why}: it reports no drafting, so it may have no drafter; {hint}")
         elif stats.num_draft_tokens > most * max(stats.num_drafts, 1) or (most and not stats.num_drafts):
             raise ConfigError(
                 f"{why}: it drafted {stats.num_draft_tokens} tokens in {stats.num_drafts} steps; {hint}"
@@ -295,6 +295,7 @@ class HttpBackend:
         except* Exception as errors:
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
+        self._note(any(result.num_cached_tokens for result in results), _CACHED)
         if before is not None and results[0].speculation is None:
             after = await self._counts()
             grown = None if after is None else _difference(after, before)
