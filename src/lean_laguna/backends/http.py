@@ -7,30 +7,19 @@ What a server cannot do is found out by asking it, kept by name in ``limits``, a
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
-
-import httpx
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lean_laguna.backends.base import GenerationResult, Progress, PromptInput, per_prompt_params
+from lean_laguna.backends.http_connection import HttpConnection
 from lean_laguna.backends.http_reply import CompletionReader
-from lean_laguna.backends.http_wire import (
-    body_of,
-    error_message,
-    events_of,
-    normal_url,
-    said_by_server,
-    speculation_counts,
-)
+from lean_laguna.backends.http_wire import body_of
 from lean_laguna.core.errors import BackendError, ConfigError, RequestError, nearest
 from lean_laguna.core.types import SamplingParams, SpeculationStats
 
-CONNECT_TIMEOUT_S = 10.0
-# Between two pieces of a stream: a long prompt on a slow machine says nothing for minutes.
-READ_TIMEOUT_S = 600.0
-T = TypeVar("T")
 OnText = Callable[[Mapping[str, Any]], None]
 # Fields beyond OpenAI's that make the numbers exact; a server that refuses one is asked without it.
 EXTRAS: dict[str, Any] = {
@@ -67,18 +56,15 @@ class HttpBackend:
             ConfigError: The address is no URL, the key is refused, or the model is not served.
             BackendError: The server cannot be reached, or does not answer as such a server would.
         """
-        self.base_url = normal_url(base_url)
+        self._connection = HttpConnection(base_url, api_key)
+        self.base_url = self._connection.base_url
         self.limits: list[str] = []
         self._speculative: bool | dict[str, int] | None = None
-        self._has_running_usage = False
         self._extras = dict(EXTRAS)
-        self._is_shared = False
-        self._runner = asyncio.Runner()
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout)
+        self._has_running_usage = False
+        self._is_copy = False
         try:
-            self._card = self._run(self._choose_model(model))
+            self._card = self._connection.run(self._choose_model(model))
             self.model = str(self._card["id"])
             self._probe()
         except BaseException:
@@ -94,8 +80,8 @@ class HttpBackend:
         Raises:
             ConfigError: The server has no such switch, which is tried out.
         """
-        other = object.__new__(HttpBackend)
-        other.__dict__ = {**self.__dict__, "limits": list(self.limits), "_is_shared": True}
+        other = copy.copy(self)
+        other.limits, other._is_copy = list(self.limits), True
         if isinstance(speculative, bool):
             other._speculative = None if speculative else False
         else:
@@ -120,7 +106,7 @@ class HttpBackend:
     @property
     def max_draft_tokens(self) -> int:
         """Longest draft, read off the server's counters; 0 where it has none."""
-        counts = self._run(self._counts())
+        counts = self._connection.run(self._connection.counts(self.model))
         return 0 if counts is None else len(counts.num_accepted_tokens_per_pos)
 
     def generate(
@@ -141,7 +127,7 @@ class HttpBackend:
         each = per_prompt_params(params, len(prompts))
         if any(one.n != 1 for one in each):
             raise RequestError("n must be 1 here: one completion per prompt is compared", param="n")
-        return self._run(self._generate(prompts, each, on_progress))
+        return self._connection.run(self._generate(prompts, each, on_progress))
 
     def stream(
         self,
@@ -163,7 +149,7 @@ class HttpBackend:
             RequestError: The server refuses the request.
             BackendError: It cannot be reached, fails, or breaks the stream off.
         """
-        return self._run(self._complete(prompt, params, on_event, is_chat=is_chat))
+        return self._connection.run(self._complete(prompt, params, on_event, is_chat=is_chat))
 
     def check_seed(self) -> None:
         """Find out whether a seed makes the server repeat itself, and note it in ``limits`` if not."""
@@ -182,7 +168,7 @@ class HttpBackend:
             "model": {"name": self.model},
             "limits": list(self.limits),
         }
-        if version := self._run(self._version()):
+        if version := self._connection.run(self._connection.version()):
             facts["engine_version"] = version
         if self._card.get("max_model_len"):
             facts["max_model_len"] = self._card["max_model_len"]
@@ -192,14 +178,13 @@ class HttpBackend:
 
     def close(self) -> None:
         """Close the connections."""
-        if not self._is_shared:
-            self._runner.run(self._client.aclose())
-            self._runner.close()
+        if not self._is_copy:
+            self._connection.close()
 
     # --- finding out
 
     async def _choose_model(self, name: str | None) -> dict[str, Any]:
-        answer = await self._get_json("/v1/models")
+        answer = await self._connection.get_json("/v1/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         names = [card["id"] for card in cards or () if isinstance(card, dict) and "id" in card]
         if not names:
@@ -220,7 +205,7 @@ class HttpBackend:
             self._extras = {"stream_options": options, **reported}
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=logprobs)
             try:
-                result = self._run(self._complete("x", params))
+                result = self._connection.run(self._complete("x", params))
                 break
             except RequestError as error:
                 refusal = refusal or error
@@ -230,7 +215,7 @@ class HttpBackend:
         self._note(not result.token_ids, _NO_IDS)
         self._note(result.logprobs is None, _NO_LOGPROBS)
         self._note(not self._has_running_usage, _NO_USAGE)
-        counts = self._run(self._counts())
+        counts = self._connection.run(self._connection.counts(self.model))
         self._note(result.speculation is None and counts is None, _NO_COUNTS)
 
     def _note(self, is_so: bool, limit: str) -> None:
@@ -258,27 +243,12 @@ class HttpBackend:
                 f"{why}: it drafted {stats.num_draft_tokens} tokens in {stats.num_drafts} steps; {hint}"
             )
 
-    async def _version(self) -> str | None:
-        try:
-            answer = await self._get_json("/version")
-        except (BackendError, ConfigError, RequestError):
-            return None
-        return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
-
-    async def _counts(self) -> SpeculationStats | None:
-        """Return the server's speculation counters so far; None where it has none."""
-        try:
-            response = await self._send("GET", "/metrics")
-        except (BackendError, ConfigError, RequestError):
-            return None
-        return speculation_counts(response.text, self.model)
-
     # --- asking
 
     async def _generate(
         self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams], on_progress: Progress | None
     ) -> list[GenerationResult]:
-        before = await self._counts() if len(prompts) == 1 else None
+        before = await self._connection.counts(self.model) if len(prompts) == 1 else None
         num_done = 0
 
         async def one(prompt: PromptInput, chosen: SamplingParams) -> GenerationResult:
@@ -297,7 +267,7 @@ class HttpBackend:
         results = [task.result() for task in tasks]
         self._note(any(result.num_cached_tokens for result in results), _CACHED)
         if before is not None and results[0].speculation is None:
-            after = await self._counts()
+            after = await self._connection.counts(self.model)
             grown = None if after is None else _difference(after, before)
             if grown is not None and (grown.num_drafts or self._speculative is not False):
                 results[0] = dataclasses.replace(results[0], speculation=grown)
@@ -317,40 +287,12 @@ class HttpBackend:
             body["return_draft_flags"] = True
         reader = CompletionReader(params)
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        try:
-            async with self._client.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise said_by_server(self.base_url, response)
-                async for event in events_of(response, self.base_url):
-                    choice = reader.take(event)
-                    if choice is not None and on_event is not None:
-                        on_event(choice)
-        except httpx.HTTPError as error:
-            raise BackendError(error_message(self.base_url, error, reader.num_tokens)) from None
+        async for event in self._connection.events(path, body):
+            choice = reader.take(event)
+            if choice is not None and on_event is not None:
+                on_event(choice)
         self._has_running_usage = reader.has_running_usage
         return reader.result(self.base_url)
-
-    async def _get_json(self, path: str) -> Any:
-        response = await self._send("GET", path)
-        try:
-            return response.json()
-        except ValueError:
-            raise BackendError(
-                f"{self.base_url}{path}: the answer is not JSON: {response.text!r:.80}"
-            ) from None
-
-    async def _send(self, method: str, path: str) -> httpx.Response:
-        try:
-            response = await self._client.request(method, path)
-        except httpx.HTTPError as error:
-            raise BackendError(error_message(self.base_url, error)) from None
-        if response.status_code != 200:
-            raise said_by_server(self.base_url, response)
-        return response
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(work)
 
 
 def _difference(after: SpeculationStats, before: SpeculationStats) -> SpeculationStats:

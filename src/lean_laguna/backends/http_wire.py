@@ -107,13 +107,13 @@ def said_by_server(where: str, response: httpx.Response) -> LeanLagunaError:
     return BackendError(f"{response.request.url} answered {status}: {message}")
 
 
-def error_message(where: str, error: httpx.HTTPError, num_tokens: int = 0) -> str:
+def error_message(where: str, error: httpx.HTTPError, num_events: int = 0) -> str:
     """Return what a failed connection means, in words."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"cannot reach {where}: {error or 'no answer'}; is the server running?"
     if isinstance(error, httpx.TimeoutException):
         return f"{where}: no answer within the time limit ({type(error).__name__})"
-    after = f" after {num_tokens} tokens" if num_tokens else ""
+    after = f" after {num_events} events" if num_events else ""
     return f"{where}: the connection broke{after}: {error or type(error).__name__}"
 
 

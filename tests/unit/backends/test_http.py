@@ -204,7 +204,7 @@ def test_a_server_that_ignores_seeds_is_found_out():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([{"choices": [{"text": "a"}]}, None], "the connection broke after 1 tokens"),
+        ([{"choices": [{"text": "a"}]}, None], "the connection broke after 1 events"),
         ([{"choices": [{"text": "a"}]}], r"broke off after 1 events, before its \[DONE\]"),
         (["{]"], "a broken event in the stream"),
         (["[1]"], "a broken event in the stream"),
