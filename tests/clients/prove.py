@@ -39,8 +39,8 @@ class Client:
     """One client.
 
     Attributes:
-        words: The command; ``{url}``, ``{here}``, ``{nano}`` and ``{work}`` are filled in, and a first word
-            that is no path is looked up in the client's environment.
+        words: The command; ``{url}``, ``{here}``, ``{nano}`` and ``{work}`` are filled in, and the first word
+            is looked up in the client's environment.
         expected: What its output must match, each of them.
         environment: Variables it needs.
         is_online: It refuses to start where the hub is declared unreachable.
@@ -94,6 +94,16 @@ CLIENTS = {
         ("Output Sequence Length.* 24.00", "LLM Metrics: Spec Decode", "Acceptance Length"),
         is_online=True,
     ),
+    "mini-swe-agent": Client(
+        ("sh", "run.sh", "{url}"),
+        ("before: the test fails", r"\+    return a \+ b", "after: the test passes"),
+        {
+            "HOME": "{work}",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_SILENT_STARTUP": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+    ),
 }
 
 
@@ -135,7 +145,8 @@ def prove(name: str, url: str, work: Path) -> tuple[bool, str]:
     where = shutil.copytree(prepared, folder / "files") if prepared.is_dir() else folder
     places = {"url": url, "here": str(HERE), "nano": str(NANO), "work": str(folder)}
     words = [word.format(**places) for word in client.words]
-    words[0] = str(home / "bin" / words[0])
+    if (home / "bin" / words[0]).exists():
+        words[0] = str(home / "bin" / words[0])
     environment = {**os.environ, "HF_HOME": str(work / "hub"), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     environment |= {
         "NO_COLOR": "1",
