@@ -94,6 +94,10 @@ CLIENTS = {
         ("Output Sequence Length.* 24.00", "LLM Metrics: Spec Decode", "Acceptance Length"),
         is_online=True,
     ),
+    "verifiers": Client(
+        ("python", "{here}/with_verifiers.py", "{url}", "{nano}"),
+        ("log-probabilities rescored within", "all as expected"),
+    ),
     "mini-swe-agent": Client(
         ("sh", "run.sh", "{url}"),
         ("before: the test fails", r"\+    return a \+ b", "after: the test passes"),

@@ -48,7 +48,9 @@ def test_token_in_token_out_gives_what_completions_gives(server: RunningServer) 
     got = server.ok("/inference/v1/generate", token_ids=ids, sampling_params=sampling)
     same = server.ok("/v1/completions", prompt=ids, **sampling, top_k=0, return_token_ids=True)
     assert got["choices"][0]["token_ids"] == same["choices"][0]["token_ids"]
-    logprobs = [entry["logprob"] for entry in got["choices"][0]["logprobs"]["content"]]
+    content = got["choices"][0]["logprobs"]["content"]
+    logprobs = [entry["logprob"] for entry in content]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in got["choices"][0]["token_ids"]]
     assert logprobs == same["choices"][0]["logprobs"]["token_logprobs"]
     events = server.events(
         "/inference/v1/generate",

@@ -102,7 +102,8 @@ class _TokenReply:
             "token_ids": delta.token_ids,
             "logprobs": None
             if num_top is None
-            else chat_logprobs(self.service.tokenizer, delta.token_ids, delta.logprobs or [], num_top, False),
+            # Tokens are named by id, as trainers read them: texts are not unique.
+            else chat_logprobs(self.service.tokenizer, delta.token_ids, delta.logprobs or [], num_top, True),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }

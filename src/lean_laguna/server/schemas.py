@@ -137,6 +137,8 @@ class TokenSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     logprobs: int | None = None
     structured_outputs: ObjectField | None = None
+    # Sent by verifiers with a turn that continues another: where reports of chosen experts would begin.
+    routed_experts_prompt_start: int | None = None
 
 
 class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
