@@ -42,7 +42,8 @@ def test_a_person_sees_tokens_arrive_marked_and_both_speeds(server: RunningServe
         tab.resize(1240, 900)
         tab.open(f"{server.url}/")
         tab.wait("document.getElementById('model').textContent.startsWith('nano · context 2048')")
-        tab.run("document.getElementById('limit').value = 60; document.getElementById('go').click()")
+        tab.run("document.getElementById('limit').value = 60; document.getElementById('heat').value = 0")
+        tab.run("document.getElementById('go').click()")
         tab.wait("document.querySelectorAll('#with mark').length > 0")
         assert tab.run("document.getElementById('go').textContent") == "Stop"
         tab.wait("document.getElementById('go').textContent === 'Run'")

@@ -9,8 +9,10 @@ from lean_laguna.cli.parser import Parser
 from lean_laguna.core.errors import ConfigError
 
 # What is already so, or has no meaning on one machine; the flag alone is fine.
-SWITCHES = ("--trust-remote-code", "--enforce-eager", "--enable-auto-tool-choice", "--disable-log-requests")
-SWITCHES += ("--disable-log-stats", "--enable-chunked-prefill", "--enable-prompt-tokens-details")
+SWITCHES: tuple[str, ...] = (
+    *("--trust-remote-code", "--enforce-eager", "--enable-auto-tool-choice", "--disable-log-requests"),
+    *("--disable-log-stats", "--enable-chunked-prefill", "--enable-prompt-tokens-details"),
+)
 # Flags with a value, and the values that say what is so anyway.
 VALUES: dict[str, tuple[str, ...]] = {
     "--tensor-parallel-size": ("1",),
