@@ -42,7 +42,7 @@ Serve nano, a folder or a downloaded repository over HTTP, for clients of OpenAI
 limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --max-queued-seqs 256
   --max-request-bytes N  --kv-cache-memory-bytes N  --block-size 16  --shutdown-timeout 30
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --attention-factor X
-  --kernels auto|torch|triton  --load-format auto|dummy  --shape laguna-xs  --seed N
+  --kernels auto|torch|triton|cuda  --load-format auto|dummy  --shape laguna-xs  --seed N
   --enable-prefix-caching | --no-enable-prefix-caching        log: --log-level warning  --access-log
 taken where it says what is so: --trust-remote-code --enforce-eager --enable-auto-tool-choice
   --disable-log-requests --disable-log-stats --enable-chunked-prefill --enable-prompt-tokens-details

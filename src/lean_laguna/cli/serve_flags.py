@@ -10,8 +10,13 @@ from lean_laguna.core.errors import ConfigError
 
 # What is already so, or has no meaning on one machine; the flag alone is fine.
 SWITCHES: tuple[str, ...] = (
-    *("--trust-remote-code", "--enforce-eager", "--enable-auto-tool-choice", "--disable-log-requests"),
-    *("--disable-log-stats", "--enable-chunked-prefill", "--enable-prompt-tokens-details"),
+    "--trust-remote-code",
+    "--enforce-eager",
+    "--enable-auto-tool-choice",
+    "--disable-log-requests",
+    "--disable-log-stats",
+    "--enable-chunked-prefill",
+    "--enable-prompt-tokens-details",
 )
 # Flags with a value, and the values that say what is so anyway.
 VALUES: dict[str, tuple[str, ...]] = {

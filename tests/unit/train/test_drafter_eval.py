@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from lean_laguna.train.dataset import load_tokens
-from lean_laguna.train.drafter_start import build_drafter
 from lean_laguna.train.drafter_eval import evaluate, evaluate_argmax, evaluate_further, evaluate_kinds
+from lean_laguna.train.drafter_start import build_drafter
 from lean_laguna.train.metrics import chain_counts
 from lean_laguna.train.selfgen import generate_held_out
 from lean_laguna.train.target import build_target
