@@ -22,11 +22,13 @@ class ForeignServer:
         asked: Bodies of the completions requests so far.
         completions: Answers a completions request.
         pages: Answers of GET requests by path.
+        missing: Paths of POST requests that do not exist.
     """
 
     def __init__(self, completions: Callable[[dict[str, Any]], Answer]):
         self.completions = completions
         self.pages: dict[str, Answer | str] = {"/v1/models": (200, MODELS)}
+        self.missing: set[str] = set()
         self.asked: list[dict[str, Any]] = []
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -44,6 +46,9 @@ class ForeignServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 server.asked.append(body)
+                if self.path in server.missing:
+                    self._answer((404, {"error": {"message": "no such path"}}))
+                    return
                 self._answer(server.completions(body))
 
             def _answer(self, answer: Answer | str) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from lean_laguna.backends.base import GenerationResult, Progress, PromptInput, per_prompt_params
 from lean_laguna.backends.http_connection import HttpConnection
 from lean_laguna.backends.http_reply import CompletionReader
-from lean_laguna.backends.http_wire import body_of
+from lean_laguna.backends.http_wire import body_of, counts_between
 from lean_laguna.core.errors import BackendError, ConfigError, RequestError, nearest
-from lean_laguna.core.types import SamplingParams, SpeculationStats
+from lean_laguna.core.types import SamplingParams
 
 OnText = Callable[[Mapping[str, Any]], None]
 # Fields beyond OpenAI's that make the numbers exact; a server that refuses one is asked without it.
@@ -27,6 +27,9 @@ EXTRAS: dict[str, Any] = {
     "return_tokens_as_token_ids": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
+_CHAT_ONLY = (
+    "it has no /v1/completions: each prompt was sent as a chat message, so it was answered, not continued"
+)
 _NO_IDS = "it does not report token ids: outputs are compared as text, and no margin is known where they part"
 _NO_USAGE = "it does not report usage while it streams: first and last token are taken from chunks with text"
 _NO_COUNTS = "it reports no speculation counters (vLLM's spec_decode_*): its acceptance is not known"
@@ -62,7 +65,7 @@ class HttpBackend:
         self._speculative: bool | dict[str, int] | None = None
         self._extras = dict(EXTRAS)
         self._has_running_usage = False
-        self._is_copy = False
+        self._is_chat = self._is_copy = False
         try:
             self._card = self._connection.run(self._choose_model(model))
             self.model = str(self._card["id"])
@@ -205,7 +208,7 @@ class HttpBackend:
             self._extras = {"stream_options": options, **reported}
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=logprobs)
             try:
-                result = self._connection.run(self._complete("x", params))
+                result = self._ask_either("x", params)
                 break
             except RequestError as error:
                 refusal = refusal or error
@@ -217,6 +220,17 @@ class HttpBackend:
         self._note(not self._has_running_usage, _NO_USAGE)
         counts = self._connection.run(self._connection.counts(self.model))
         self._note(result.speculation is None and counts is None, _NO_COUNTS)
+
+    def _ask_either(self, prompt: str, params: SamplingParams) -> GenerationResult:
+        """Complete a prompt; where there is no such endpoint, turn to the chat endpoint for good."""
+        try:
+            return self._connection.run(self._complete(prompt, params))
+        except BackendError as error:
+            if error.status not in (404, 405) or self._is_chat:
+                raise
+        self._is_chat = True
+        self._note(True, _CHAT_ONLY)
+        return self._connection.run(self._complete(prompt, params))
 
     def _note(self, is_so: bool, limit: str) -> None:
         if is_so and limit not in self.limits:
@@ -268,7 +282,7 @@ class HttpBackend:
         self._note(any(result.num_cached_tokens for result in results), _CACHED)
         if before is not None and results[0].speculation is None:
             after = await self._connection.counts(self.model)
-            grown = None if after is None else _difference(after, before)
+            grown = None if after is None else counts_between(before, after)
             if grown is not None and (grown.num_drafts or self._speculative is not False):
                 results[0] = dataclasses.replace(results[0], speculation=grown)
         return results
@@ -277,6 +291,10 @@ class HttpBackend:
         self, prompt: Any, params: SamplingParams, on_event: OnText | None = None, *, is_chat: bool = False
     ) -> GenerationResult:
         body = {"model": self.model, "stream": True, **body_of(prompt, params), **self._extras}
+        if self._is_chat and not is_chat:
+            if not isinstance(prompt, str):
+                raise RequestError(f"{self.base_url} has a chat endpoint only, which takes no token ids")
+            is_chat, body["prompt"] = True, [{"role": "user", "content": prompt}]
         if is_chat:
             body["messages"] = body.pop("prompt")
             if params.logprobs is not None:
@@ -293,17 +311,3 @@ class HttpBackend:
                 on_event(choice)
         self._has_running_usage = reader.has_running_usage
         return reader.result(self.base_url)
-
-
-def _difference(after: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
-    """Return what counters grew by."""
-    per_pos = tuple(
-        count - (before.num_accepted_tokens_per_pos[i] if i < len(before.num_accepted_tokens_per_pos) else 0)
-        for i, count in enumerate(after.num_accepted_tokens_per_pos)
-    )
-    return SpeculationStats(
-        after.num_drafts - before.num_drafts,
-        after.num_draft_tokens - before.num_draft_tokens,
-        after.num_accepted_tokens - before.num_accepted_tokens,
-        per_pos,
-    )

@@ -104,7 +104,7 @@ def said_by_server(where: str, response: httpx.Response) -> LeanLagunaError:
             else None
         )
         return RequestError(f"{where} refuses the request ({status}): {message}", code=code)
-    return BackendError(f"{response.request.url} answered {status}: {message}")
+    return BackendError(f"{response.request.url} answered {status}: {message}", status=status)
 
 
 def error_message(where: str, error: httpx.HTTPError, num_events: int = 0) -> str:
@@ -153,6 +153,21 @@ def speculation_counts(text: str, model: str) -> SpeculationStats | None:
         int(sums.get("draft_tokens", 0)),
         int(sums.get("accepted_tokens", 0)),
         positions,
+    )
+
+
+def counts_between(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:
+    """Return what counters grew by; a position that was not there before counts from 0."""
+    earlier = before.num_accepted_tokens_per_pos
+    per_pos = tuple(
+        count - (earlier[i] if i < len(earlier) else 0)
+        for i, count in enumerate(after.num_accepted_tokens_per_pos)
+    )
+    return SpeculationStats(
+        after.num_drafts - before.num_drafts,
+        after.num_draft_tokens - before.num_draft_tokens,
+        after.num_accepted_tokens - before.num_accepted_tokens,
+        per_pos,
     )
 
 

@@ -49,7 +49,15 @@ class DataError(LeanLagunaError):
 
 
 class BackendError(LeanLagunaError):
-    """A server that is asked over HTTP fails, answers wrongly, or cannot be reached."""
+    """A server that is asked over HTTP fails, answers wrongly, or cannot be reached.
+
+    Attributes:
+        status: The HTTP status that says so, if one does.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 class MissingDependencyError(LeanLagunaError, ImportError):

@@ -148,6 +148,27 @@ def test_extras_that_a_server_refuses_are_left_out():
         backend.close()
 
 
+def test_a_server_that_only_chats_is_asked_by_message_and_that_is_said():
+    def chat(body):
+        assert body["messages"] == [{"role": "user", "content": body["messages"][0]["content"]}]
+        chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("a", "b")]
+        return [*chunks, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}, "[DONE]"]
+
+    with foreign(chat) as theirs:
+        theirs.missing.add("/v1/completions")
+        backend = HttpBackend(theirs.url)
+        (result,) = backend.generate(["hi"], PARAMS)
+        assert (result.text, result.num_tokens) == ("ab", 5)
+        assert theirs.asked[-1]["messages"][0]["content"] == "hi"
+        assert "it has no /v1/completions" in backend.limits[0]
+        with pytest.raises(RequestError, match="takes no token ids"):
+            backend.generate([[1, 2]], PARAMS)
+        backend.close()
+        theirs.missing.add("/v1/chat/completions")
+        with pytest.raises(BackendError, match="/v1/chat/completions answered 404"):
+            HttpBackend(theirs.url)
+
+
 COUNTERS = """# HELP vllm:spec_decode_num_drafts_total x
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="theirs"}} {0}.0
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="theirs"}} {1}
