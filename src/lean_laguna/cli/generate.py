@@ -34,7 +34,7 @@ usage: lean-laguna generate [PROMPT] [options]
 Continue a prompt, printing text as it comes. PROMPT - or none at all reads standard input.
 
   --file PATH               read the prompt from a file
-  --chat, --system TEXT     treat the prompt as a user's message, through the model's chat template
+  --chat, --system TEXT     the prompt is a user's message, through the model's chat template
   --model NAME, --drafter NAME   nano, a folder, a downloaded repository; auto, none, or a name
   --base-url URL            ask a server instead; --api-key KEY, else LEAN_LAGUNA_API_KEY
   --num-speculative-tokens  draft tokens per step, or auto; 0 is off
@@ -48,6 +48,7 @@ sampling, with vLLM's names; defaults come from the checkpoint, else greedy:
   --max-tokens 256  --min-tokens N  --stop TEXT...  --stop-token-ids ID...  --bad-words TEXT...
   --repetition-penalty R  --presence-penalty P  --frequency-penalty F  --logit-bias ID=BIAS...
   --logprobs N  --prompt-logprobs N  --include-stop-str-in-output  --keep-special-tokens
+  --thinking-token-budget N  --structured-outputs '{"regex": "[0-9]+"}' (json, choice, grammar)
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --max-model-len N
   --attention-factor X
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from lean_laguna.cli.parser import Parser, draft_length, one_of, token_bias, whole
+from lean_laguna.cli.parser import Parser, draft_length, json_object, one_of, token_bias, whole
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.catalog import BUILT_IN, DEFAULT_MODEL, default_drafter, resolve_model
 
@@ -28,6 +28,7 @@ SAMPLING_NUMBERS: dict[str, Any] = {
     "seed": int,
     "logprobs": int,
     "prompt_logprobs": int,
+    "thinking_token_budget": int,
 }
 
 
@@ -74,6 +75,7 @@ def add_sampling_options(parser: Parser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", default=None)
     parser.add_argument("--include-stop-str-in-output", action="store_true", default=None)
     parser.add_argument("--keep-special-tokens", action="store_true", default=None)
+    parser.add_argument("--structured-outputs", type=json_object)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
         "bad_words",
         "ignore_eos",
         "include_stop_str_in_output",
+        "structured_outputs",
     )
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words"):

@@ -7,8 +7,9 @@ the flags that the parser really has.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lean_laguna.core.errors import ConfigError, nearest
 
@@ -108,6 +109,17 @@ def draft_length(text: str) -> int | str:
         value = -1
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, or auto, found {text!r}")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Take a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object ({error}), found {text!r}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, found {text!r}")
     return value
 
 

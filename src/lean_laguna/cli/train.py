@@ -47,19 +47,15 @@ Train a model pair from recipes. The same command after a kill goes on where it 
 
   --recipe NAME|FILE        recipes/NAME.toml of the checkout, or a file (nano/STAGE, nano/dflash)
   --data DIR, --out DIR     encoded corpus (runs/nano/data); what is made (beside it)
-  --work DIR                state to resume from (OUT with -work)
-  --resume auto|yes|no      go on where a state lies; insist on one; start anew (auto)
+  --resume auto|yes|no      go on where a state lies; insist on one; start anew (auto); --work DIR
   --budget S | --steps N    seconds for the whole command (540), or optimiser steps in all
   --target M, --drafter M   checkpoint folder or name (runs/nano/target; evaluate: nano pair)
   --generate-budget S       drafter: of the budget, at most so long for the target's text (120)
-  --documents FILE          drafter: train on these responses; --features DIR keeps the target's states
-  --prompts FILE            responses: conversations; --given takes their answers as they are
-  --thinking on|off         responses: the chat template's switch; also --temperature T (0.7),
-                            --max-tokens N (2048), --seed N (0)
-  --sequences N             evaluate: so many held-out sequences instead of the recipe's
-  --wheels DIR, --no-fetch  corpus: where wheels lie (runs/nano/wheels); fetch none
-  --device auto|cpu|cuda    where to train
-  --compile auto|on|off     torch.compile (target: auto; drafter: off)
+  --documents FILE          drafter: train on these responses; --features DIR: states kept
+  --prompts FILE            responses: conversations; --given takes their answers as they are;
+                            --thinking on|off, --temperature T, --max-tokens N, --seed N
+  --sequences N             evaluate: so many held-out sequences; corpus: --wheels DIR, --no-fetch
+  --device auto|cpu|cuda    where to train; --compile auto|on|off (target: auto; drafter: off)
   --json                    one line of JSON last, and nothing else on standard output
 
 example: lean-laguna train target --recipe tiny/target --steps 50 --out runs/tiny/target

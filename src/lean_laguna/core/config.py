@@ -224,10 +224,11 @@ class EngineConfig:
             raise ConfigError(
                 f"shape {self.shape!r} goes with load_format 'dummy' only; a checkpoint has its own"
             )
-        if self.prefill_chunk_size is not None and self.prefill_chunk_size % self.kv_block_size:
+        # The default is 256 or a multiple of it.
+        chunk = 256 if self.prefill_chunk_size is None else self.prefill_chunk_size
+        if chunk % self.kv_block_size:
             raise ConfigError(
-                f"prefill_chunk_size ({self.prefill_chunk_size}) must be a multiple of kv_block_size "
-                f"({self.kv_block_size})"
+                f"prefill_chunk_size ({chunk}) must be a multiple of kv_block_size ({self.kv_block_size})"
             )
 
     @property

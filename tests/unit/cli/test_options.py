@@ -5,13 +5,15 @@ import pytest
 from lean_laguna.cli import bench, generate
 from lean_laguna.cli.options import drafter_name, given_sampling, sampling_params, set_threads
 from lean_laguna.core.errors import ConfigError, RequestError
+from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
 
 ALL_SAMPLING = (
     "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty -1 "
     "--frequency-penalty 0.5 --min-tokens 2 --max-tokens 9 --seed 3 --logprobs 2 --prompt-logprobs 1 "
     "--logit-bias 4=-5 7=1.5 --stop a b --stop c --stop-token-ids 1 2 --bad-words x --ignore-eos "
-    "--include-stop-str-in-output --keep-special-tokens"
+    "--include-stop-str-in-output --keep-special-tokens --thinking-token-budget 12 "
+    """--structured-outputs {"regex":"[0-9]+"}"""
 )
 
 
@@ -45,6 +47,8 @@ def test_every_sampling_flag_reaches_its_field():
         ignore_eos=True,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        thinking_token_budget=12,
+        structured_outputs=StructuredOutputs(regex="[0-9]+"),
     )
 
 
