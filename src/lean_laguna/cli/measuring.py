@@ -107,7 +107,7 @@ def _engines(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[Side, Side]
     )
     _check_prompts(drafting, plan)
     baseline = drafting.without_drafter()
-    set_threads(args, baseline.llm)
+    set_threads(args, drafting.llm)
     yield baseline, drafting
     baseline.close()
     drafting.close()

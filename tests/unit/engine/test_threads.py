@@ -43,6 +43,14 @@ def test_the_fastest_number_is_set_and_fewer_win_a_draw(monkeypatch, seconds, ch
     assert torch.get_num_threads() == chosen
 
 
+def test_with_a_drafter_steps_that_verify_count_too(monkeypatch):
+    with_steps(monkeypatch, {1: 1.0, 2: 1.02})
+    rows = {1: 3.0, 2: 2.0}
+    monkeypatch.setattr(threads, "_verify_step_s", lambda engine: rows[torch.get_num_threads()])
+    assert tune_num_threads(make_engine(dflash())) == 2
+    assert tune_num_threads(make_engine()) == 1
+
+
 def test_more_threads_are_not_tried_once_they_do_not_help(monkeypatch):
     tried = with_steps(monkeypatch, {1: 1.0, 2: 1.2, 4: 0.1, 8: 0.1})
     tune_num_threads(make_engine())
