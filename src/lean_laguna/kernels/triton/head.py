@@ -58,6 +58,7 @@ def _head_kernel(
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
     LOGITS: tl.constexpr,
+    CHOOSE: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,18 +76,19 @@ def _head_kernel(
     if LOGITS:
         at = col[None, :].to(tl.int64) * N + n[:, None]
         tl.store(logits_ptr + at, value, mask=live[None, :] & (n < N)[:, None])
-    temperature = tl.load(temperatures_ptr + col, mask=live, other=0.0)
-    if tl.max(temperature, 0) > 0.0:
-        seed = tl.load(seeds_ptr + col, mask=live, other=0)
-        position = tl.load(positions_ptr + col, mask=live, other=0) + position_offset
-        hot = (temperature > 0.0)[None, :]
-        noise = gumbel(seed[None, :], position[None, :], n[:, None] + tl.zeros((BLOCK_N, COLS), tl.int32))
-        value = tl.where(hot, value / tl.where(hot, temperature[None, :], 1.0) + noise, value)
-    value = tl.where((n < N)[:, None], value, float("-inf"))
-    best = tl.max(value, 0)
-    first = tl.min(tl.where(value == best[None, :], n[:, None], N), 0)
-    tl.store(best_value_ptr + pid * MAX + col, best, mask=live)
-    tl.store(best_id_ptr + pid * MAX + col, first, mask=live)
+    if CHOOSE:
+        temperature = tl.load(temperatures_ptr + col, mask=live, other=0.0)
+        if tl.max(temperature, 0) > 0.0:
+            seed = tl.load(seeds_ptr + col, mask=live, other=0)
+            position = tl.load(positions_ptr + col, mask=live, other=0) + position_offset
+            hot = (temperature > 0.0)[None, :]
+            noise = gumbel(seed[None, :], position[None, :], n[:, None] + tl.zeros((BLOCK_N, COLS), tl.int32))
+            value = tl.where(hot, value / tl.where(hot, temperature[None, :], 1.0) + noise, value)
+        value = tl.where((n < N)[:, None], value, float("-inf"))
+        best = tl.max(value, 0)
+        first = tl.min(tl.where(value == best[None, :], n[:, None], N), 0)
+        tl.store(best_value_ptr + pid * MAX + col, best, mask=live)
+        tl.store(best_id_ptr + pid * MAX + col, first, mask=live)
 
 
 @triton.jit
@@ -179,6 +181,7 @@ def sample(
         COLS=launch.cols,
         STAGES=tile.stages,
         LOGITS=logits is not None,
+        CHOOSE=True,
         PREFETCH=launch.prefetched(tile, D * weight.element_size()),
         PDL=launch.pdl,
         **launch.options(tile.warps),
@@ -199,4 +202,41 @@ def sample(
         MAP=token_map is not None,
         PDL=launch.pdl,
         **launch.options(4),
+    )
+
+
+def write_logits(
+    x: Tensor, weight: Tensor, logits: Tensor, num_rows: Tensor, tile: Tile, launch: Launch
+) -> None:
+    """Compute the logits of each live row and choose nothing; bits as ``sample`` writes them.
+
+    Args:
+        x: [MAX_ROWS, D] after the final norm.
+        weight: [V, D] of the head.
+        logits: [MAX_ROWS, V] float32, written.
+        num_rows: [1] int32, live rows.
+        tile: By weight shape.
+        launch: What the launches of a step share.
+    """
+    V, D = weight.shape
+    _head_kernel[(cdiv(V, tile.block_n),)](
+        x,
+        weight,
+        logits,
+        *[num_rows] * 5,
+        num_rows,
+        0,
+        MAX=MAX_ROWS,
+        N=V,
+        K=D,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLIT=tile.split,
+        COLS=launch.cols,
+        STAGES=tile.stages,
+        LOGITS=True,
+        CHOOSE=False,
+        PREFETCH=launch.prefetched(tile, D * weight.element_size()),
+        PDL=launch.pdl,
+        **launch.options(tile.warps),
     )
