@@ -94,8 +94,31 @@ class TargetWeights:
 
 
 @dataclass(frozen=True)
+class SparkWeights:
+    """What a DSpark drafter has besides DFlash's weights.
+
+    Attributes:
+        before: [V, r], a row for each previous token.
+        bias: [V', r], from such a row to a bias on the drafter's words.
+        confidence: [D] or [D + r] weights of the confidence head, or None.
+        confidence_bias: [1], or None.
+        scales: [2, MAX_ROWS] float32 what each draft's confidence logit is multiplied by; greedy, sampled.
+        offsets: [2, MAX_ROWS] float32 what is added then.
+        is_shifted: A row is for the token after it, so an anchor's row has a draft and the last row none.
+    """
+
+    before: Tensor
+    bias: Tensor
+    confidence: Tensor | None
+    confidence_bias: Tensor | None
+    scales: Tensor
+    offsets: Tensor
+    is_shifted: bool
+
+
+@dataclass(frozen=True)
 class DrafterWeights:
-    """A DFlash drafter; embedding and head are the target's.
+    """A DFlash or DSpark drafter; embedding and head are the target's.
 
     Attributes:
         layers: Decoder layers, all of one attention shape, dense.
@@ -108,6 +131,7 @@ class DrafterWeights:
         k_norms: [L, P].
         mask_token: What stands for a token to fill in.
         eps: RMSNorm epsilon.
+        spark: Of a DSpark drafter, or None.
     """
 
     layers: tuple[LayerWeights, ...]
@@ -120,6 +144,7 @@ class DrafterWeights:
     k_norms: Tensor
     mask_token: int
     eps: float
+    spark: SparkWeights | None = None
 
 
 def rotary_tables(inv_freq: Tensor, max_len: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
