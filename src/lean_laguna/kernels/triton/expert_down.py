@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.experts import Routing
+from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, cdiv, power_of_two
-from lean_laguna.kernels.triton.primitives import prefetch_rows, wait_with_rows
+from lean_laguna.kernels.triton.primitives import load_weight_tile, prefetch_rows, wait_with_rows
 
 
 @triton.jit
@@ -23,9 +24,9 @@ def _expert_down_kernel(
     slot_weights_ptr,
     slot_experts_ptr,
     num_slots_ptr,
-    w_ptr,
+    bank,
     shared_act_ptr,
-    shared_w_ptr,
+    shared,
     h_ptr,
     tap_ptr,
     num_rows_ptr,
@@ -45,27 +46,39 @@ def _expert_down_kernel(
     SHARED: tl.constexpr,
     TAP: tl.constexpr,
     PREFETCH_SLOTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PREFETCH_SHARED: tl.constexpr,
+    ROW: tl.constexpr,
+    SHARED_ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     if PREFETCH_SLOTS > 0:
-        prefetch_rows(shared_w_ptr, rows * FS, FS * 2 // 512 * 512)
+        prefetch_rows(shared[0], rows * SHARED_ROW, PREFETCH_SHARED)
         # The list may still be the layer before's: a wrong guess costs bandwidth, never a bit.
         for j in range(tl.minimum(tl.load(num_slots_ptr, volatile=True), PREFETCH_SLOTS)):
             guess = tl.load(slot_experts_ptr + j, volatile=True)
             guess = tl.minimum(tl.maximum(guess, 0), E - 1).to(tl.int64)
-            prefetch_rows(w_ptr, guess * N * F + rows * F, F * 2 // 512 * 512)
+            prefetch_rows(bank[0], (guess * N + rows) * ROW, PREFETCH)
     part = tl.arange(0, SPLIT)
     if SHARED:
         # Weights need no waiting, and by the loop's end they have come.
         shared_at = part[:, None] * SHARED_K + tl.arange(0, SHARED_K)[None, :]
-        shared_w = tl.load(
-            shared_w_ptr + rows[None, :, None] * FS + shared_at[:, None, :],
-            mask=(shared_at < FS)[:, None, :],
-            other=0.0,
-            eviction_policy="evict_first",
+        shared_w = load_weight_tile(
+            shared,
+            rows,
+            0,
+            FS,
+            BLOCK_N,
+            SHARED_K,
+            SPLIT,
+            FS == SHARED_K * SPLIT,
+            SHARED_FORMAT,
+            DTYPE,
         )
     col = tl.arange(0, COLS)
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
@@ -79,14 +92,15 @@ def _expert_down_kernel(
             other=0.0,
         )
     at = part[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    w_at = w_ptr + rows[None, :, None] * F + at[:, None, :]
     inside = at < F
     sums = tl.zeros((SPLIT, BLOCK_N, COLS), tl.float32)
     for j in tl.range(0, num_slots, num_stages=STAGES):
         expert = tl.load(slot_experts_ptr + j).to(tl.int64)
         weight = tl.load(slot_weights_ptr + j * MAX + col)
         chose = weight != 0.0
-        w = tl.load(w_at + expert * N * F, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+        w = load_weight_tile(
+            bank, expert * N + rows, 0, F, BLOCK_N, BLOCK_K, SPLIT, F == BLOCK_K * SPLIT, FORMAT, DTYPE
+        )
         x = tl.load(
             act_ptr + (j * MAX + col)[None, None, :] * F + at[:, :, None],
             mask=inside[:, :, None] & chose[None, None, :],
@@ -97,8 +111,8 @@ def _expert_down_kernel(
     routed = tl.sum(sums, 0).to(DTYPE).to(tl.float32)
     y = (routed * scaling).to(DTYPE)
     if SHARED:
-        shared = tl.sum(tl.dot(shared_w, shared_x), 0)
-        y = (y.to(tl.float32) + shared.to(DTYPE).to(tl.float32)).to(DTYPE)
+        own = tl.sum(tl.dot(shared_w, shared_x), 0)
+        y = (y.to(tl.float32) + own.to(DTYPE).to(tl.float32)).to(DTYPE)
     y = (old.to(tl.float32) + y.to(tl.float32)).to(DTYPE)
     tl.store(h_ptr + col[None, :] * N + n[:, None], y, mask=mask)
     if TAP:
@@ -107,7 +121,7 @@ def _expert_down_kernel(
 
 def expert_down(
     routing: Routing,
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     num_rows: Tensor,
     tile: Tile,
@@ -115,37 +129,37 @@ def expert_down(
     *,
     scaling: float,
     shared_act: Tensor | None,
-    shared_weight: Tensor | None,
+    shared_weight: Weight | None,
     tap: Tensor | None = None,
 ) -> None:
     """Add scaling * sum of weight * down(act), and the shared expert's down, to the residual stream.
 
     Args:
         routing: From ``expert_gate_up``.
-        weight: [E, N, F].
+        weight: [E, N, F], packed or plain.
         hidden: [MAX_ROWS, N] residual stream, changed in place.
         num_rows: [1] int32, live rows.
         tile: By weight shape; ``split`` at least 2. A whole row F is taken at once, in ``split`` parts.
         launch: What the launches of a step share.
         scaling: Factor of the routed sum.
         shared_act: [MAX_ROWS, FS] silu(gate) * up of the shared expert, or None without one.
-        shared_weight: [N, FS].
+        shared_weight: [N, FS], likewise.
         tap: [MAX_ROWS, N], any row stride: a second copy of the result, or None.
     """
     E, N, F = weight.shape
     if tile.split < 2:
         raise ValueError(f"expert_down: tile.split must be at least 2, found {tile.split}")
-    shared = shared_weight is not None
+    shared = weight if shared_weight is None else shared_weight
     width = F if shared_weight is None else shared_weight.shape[1]
-    prefetched = launch.prefetched(tile, F * weight.element_size()) > 0 and weight.element_size() == 2
+    prefetch, whole = launch.prefetched(tile, row_bytes(weight)), tile.with_prefetch(1.0)
     _expert_down_kernel[(cdiv(N, tile.block_n),)](
         routing.act,
         routing.slot_weights,
         routing.slot_experts,
         routing.num_slots,
-        weight,
+        operand(weight),
         routing.act if shared_act is None else shared_act,
-        weight if shared_weight is None else shared_weight,
+        operand(shared),
         hidden,
         hidden if tap is None else tap,
         num_rows,
@@ -162,9 +176,15 @@ def expert_down(
         SHARED_K=max(16, power_of_two(cdiv(width, tile.split))),
         COLS=launch.cols,
         STAGES=tile.stages,
-        SHARED=shared,
+        SHARED=shared_weight is not None,
         TAP=tap is not None,
-        PREFETCH_SLOTS=8 if prefetched else 0,
+        PREFETCH_SLOTS=8 if prefetch else 0,
+        PREFETCH=prefetch and launch.prefetched(whole, row_bytes(weight)),
+        PREFETCH_SHARED=launch.prefetched(whole, row_bytes(shared)),
+        ROW=row_elements(weight),
+        SHARED_ROW=row_elements(shared),
+        FORMAT=format_of(weight),
+        SHARED_FORMAT=format_of(shared),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )

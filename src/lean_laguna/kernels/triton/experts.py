@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import Weight, format_of, operand
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, power_of_two
 from lean_laguna.kernels.triton.primitives import product, silu_times
 from lean_laguna.kernels.triton.router import route
@@ -45,7 +46,7 @@ def _expert_gate_up_kernel(
     x_ptr,
     scores_ptr,
     bias_ptr,
-    w_ptr,
+    weight,
     act_ptr,
     slot_weights_ptr,
     slot_experts_ptr,
@@ -68,6 +69,7 @@ def _expert_gate_up_kernel(
     SOFTCAP: tl.constexpr,
     NORM_TOPK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_N // 2
@@ -102,10 +104,24 @@ def _expert_gate_up_kernel(
         expert = tl.sum(tl.where(mine, e, 0), 0)
         wants = tl.max((chosen & mine[None, :]).to(tl.int32), 1) > 0
         n = tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1))
-        rows = (expert.to(tl.int64) * (2 * F) + n) * K
+        rows = expert.to(tl.int64) * (2 * F) + n
         inverse = tl.zeros((COLS,), tl.float32)
         acc = product(
-            w_ptr, rows, x_ptr, K, wants, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False
+            weight,
+            rows,
+            x_ptr,
+            K,
+            wants,
+            inverse,
+            x_ptr,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            SPLIT,
+            COLS,
+            STAGES,
+            False,
+            FORMAT,
         )
         f = f0 + tl.arange(0, HALF)
         act = silu_times(acc, DTYPE, HALF, COLS)
@@ -117,7 +133,7 @@ def expert_gate_up(
     normed: Tensor,
     scores: Tensor,
     bias: Tensor,
-    weight: Tensor,
+    weight: Weight,
     routing: Routing,
     num_rows: Tensor,
     tile: Tile,
@@ -133,7 +149,7 @@ def expert_gate_up(
         normed: [MAX_ROWS, K] normalised input of the MoE block.
         scores: [MAX_ROWS, E] router logits, from ``gate_up``.
         bias: [E] float32 correction of the choice.
-        weight: [E, 2F, K] gate rows, then up rows.
+        weight: [E, 2F, K] gate rows, then up rows, packed or plain.
         routing: Written.
         num_rows: [1] int32, live rows.
         tile: By weight shape; ``block_n`` is half gate rows, half up rows.
@@ -147,7 +163,7 @@ def expert_gate_up(
         normed,
         scores,
         bias,
-        weight,
+        operand(weight),
         routing.act,
         routing.slot_weights,
         routing.slot_experts,
@@ -170,6 +186,7 @@ def expert_gate_up(
         SOFTCAP=softcap > 0,
         NORM_TOPK=norm_topk,
         PROGRAMS=launch.programs,
+        FORMAT=format_of(weight),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )

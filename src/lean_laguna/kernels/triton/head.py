@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import prefetch_rows, product, wait_with_rows
 
@@ -40,7 +41,7 @@ def gumbel(seed, position, token):
 @triton.jit
 def _head_kernel(
     x_ptr,
-    w_ptr,
+    weight,
     logits_ptr,
     best_value_ptr,
     best_id_ptr,
@@ -60,17 +61,33 @@ def _head_kernel(
     LOGITS: tl.constexpr,
     CHOOSE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1).to(tl.int64) * K
-    prefetch_rows(w_ptr, rows, PREFETCH)
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    prefetch_rows(weight[0], rows * ROW, PREFETCH)
     col = tl.arange(0, COLS)
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
     inverse = tl.zeros((COLS,), tl.float32)
     acc = product(
-        w_ptr, rows, x_ptr, K, live, inverse, x_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, False
+        weight,
+        rows,
+        x_ptr,
+        K,
+        live,
+        inverse,
+        x_ptr,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT,
+        COLS,
+        STAGES,
+        False,
+        FORMAT,
     )
     value = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
     if LOGITS:
@@ -125,7 +142,7 @@ def _best_kernel(
 
 def sample(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     tokens: Tensor,
     seeds: Tensor,
     temperatures: Tensor,
@@ -144,7 +161,7 @@ def sample(
 
     Args:
         x: [MAX_ROWS, D] after the final norm.
-        weight: [V, D] of the head.
+        weight: [V, D] of the head, packed or plain.
         tokens: [MAX_ROWS] int32, written.
         seeds: [MAX_ROWS] int64 seed of each row's request.
         temperatures: [MAX_ROWS] float32, 0 for argmax.
@@ -164,7 +181,7 @@ def sample(
     parts = cdiv(V, tile.block_n)
     _head_kernel[(parts,)](
         x,
-        weight,
+        operand(weight),
         workspace[0] if logits is None else logits,
         *workspace,
         seeds,
@@ -182,7 +199,9 @@ def sample(
         STAGES=tile.stages,
         LOGITS=logits is not None,
         CHOOSE=True,
-        PREFETCH=launch.prefetched(tile, D * weight.element_size()),
+        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
+        ROW=row_elements(weight),
+        FORMAT=format_of(weight),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )
@@ -206,13 +225,13 @@ def sample(
 
 
 def write_logits(
-    x: Tensor, weight: Tensor, logits: Tensor, num_rows: Tensor, tile: Tile, launch: Launch
+    x: Tensor, weight: Weight, logits: Tensor, num_rows: Tensor, tile: Tile, launch: Launch
 ) -> None:
     """Compute the logits of each live row and choose nothing; bits as ``sample`` writes them.
 
     Args:
         x: [MAX_ROWS, D] after the final norm.
-        weight: [V, D] of the head.
+        weight: [V, D] of the head, packed or plain.
         logits: [MAX_ROWS, V] float32, written.
         num_rows: [1] int32, live rows.
         tile: By weight shape.
@@ -236,7 +255,9 @@ def write_logits(
         STAGES=tile.stages,
         LOGITS=True,
         CHOOSE=False,
-        PREFETCH=launch.prefetched(tile, D * weight.element_size()),
+        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
+        ROW=row_elements(weight),
+        FORMAT=format_of(weight),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )

@@ -70,8 +70,11 @@ class Launch:
         return {"num_warps": warps, "launch_pdl": True} if self.pdl else {"num_warps": warps}
 
     def prefetched(self, tile: Tile, row_bytes: int) -> int:
-        """Return how many bytes of each weight row to prefetch, a multiple of 512; 0 without early launch."""
-        return int(row_bytes * tile.prefetch) // 512 * 512 if self.can_prefetch else 0
+        """Return how many bytes of each weight row to prefetch, a multiple of 512; 0 without early launch.
+
+        Rows that do not start on 16 bytes are not prefetched: the instruction takes no others.
+        """
+        return int(row_bytes * tile.prefetch) // 512 * 512 if self.can_prefetch and row_bytes % 16 == 0 else 0
 
 
 def cdiv(a: int, b: int) -> int:

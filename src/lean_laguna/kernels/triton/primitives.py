@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lean_laguna.kernels.triton.formats import load_packed_tile
+
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr):
@@ -84,8 +86,62 @@ def normalise(x, inverse, weight):
 
 
 @triton.jit
+def load_weight_tile(
+    weight,
+    rows,
+    start,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Load a tile of a weight, decoded where it is packed.
+
+    Args:
+        weight: ``formats.operand`` of it.
+        rows: [BLOCK_N] int64 rows, counted through a bank; the caller keeps them inside.
+        start: First column, a multiple of BLOCK_K.
+        K: Columns of the weight; those from K on are zeros.
+        BLOCK_N: Rows.
+        BLOCK_K: Columns of each part.
+        SPLIT: Parts, side by side.
+        EVEN: No column reaches past K.
+        FORMAT: ``formats.format_of`` the weight.
+        DTYPE: The model's.
+
+    Returns:
+        [SPLIT, BLOCK_N, BLOCK_K], or [BLOCK_N, BLOCK_K] where SPLIT is 1.
+    """
+    if FORMAT[0] != "plain":
+        tile = load_packed_tile(weight, rows, start, K, BLOCK_N, BLOCK_K, SPLIT, EVEN, FORMAT, DTYPE)
+        if SPLIT == 1:
+            return tl.reshape(tile, (BLOCK_N, BLOCK_K))
+        else:
+            return tile
+    elif SPLIT == 1:
+        k = tl.arange(0, BLOCK_K)
+        w_at = weight[0] + (rows * K)[:, None] + k[None, :]
+        if EVEN:
+            return tl.load(w_at + start, eviction_policy="evict_first")
+        else:
+            inside = (start + k < K)[None, :]
+            return tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+    else:
+        at = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        w_at = weight[0] + (rows * K)[None, :, None] + at[:, None, :]
+        if EVEN:
+            return tl.load(w_at + start, eviction_policy="evict_first")
+        else:
+            inside = (start + at < K)[:, None, :]
+            return tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def product(
-    w_ptr,
+    weight,
     rows,
     x_ptr,
     x_stride,
@@ -99,6 +155,7 @@ def product(
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Stream weight rows once against all columns of tokens.
 
@@ -106,8 +163,8 @@ def product(
     a few rows a program still keep all its warps busy.
 
     Args:
-        w_ptr: Weights, K contiguous.
-        rows: [BLOCK_N] int64 element offset of each weight row; the caller keeps them inside the tensor.
+        weight: ``formats.operand`` of it.
+        rows: [BLOCK_N] int64 rows, counted through a bank; the caller keeps them inside.
         x_ptr: Tokens [COLS, K] with row stride ``x_stride``; columns not ``live`` count as zero.
         x_stride: Elements from one token's row to the next.
         live: [COLS] which token rows to read.
@@ -120,6 +177,7 @@ def product(
         COLS: Token columns, 8 or 16.
         STAGES: Depth of the software pipeline.
         NORM: Normalise x on the way.
+        FORMAT: ``formats.format_of`` the weight.
 
     Returns:
         [BLOCK_N, COLS] float32.
@@ -127,17 +185,16 @@ def product(
     col = tl.arange(0, COLS)
     k = tl.arange(0, BLOCK_K)
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if SPLIT == 1:
-        w_at = w_ptr + rows[:, None] + k[None, :]
         x_at = x_ptr + col[None, :] * x_stride + k[:, None]
         acc = tl.zeros((BLOCK_N, COLS), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            w = load_weight_tile(weight, rows, start, K, BLOCK_N, BLOCK_K, 1, EVEN, FORMAT, DTYPE)
             if EVEN:
-                w = tl.load(w_at + start, eviction_policy="evict_first")
                 x = tl.load(x_at + start, mask=live[None, :], other=0.0)
             else:
                 inside = start + k < K
-                w = tl.load(w_at + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
                 x = tl.load(x_at + start, mask=live[None, :] & inside[:, None], other=0.0)
             if NORM:
                 g = tl.load(norm_ptr + start + k, mask=start + k < K, other=0.0)
@@ -147,16 +204,14 @@ def product(
     else:
         part = tl.arange(0, SPLIT)
         at = part[:, None] * BLOCK_K + k[None, :]
-        w_at = w_ptr + rows[None, :, None] + at[:, None, :]
         x_at = x_ptr + col[None, None, :] * x_stride + at[:, :, None]
         acc = tl.zeros((SPLIT, BLOCK_N, COLS), tl.float32)
         for start in tl.range(0, K, BLOCK_K * SPLIT, num_stages=STAGES):
+            w = load_weight_tile(weight, rows, start, K, BLOCK_N, BLOCK_K, SPLIT, EVEN, FORMAT, DTYPE)
             if EVEN:
-                w = tl.load(w_at + start, eviction_policy="evict_first")
                 x = tl.load(x_at + start, mask=live[None, None, :], other=0.0)
             else:
                 inside = start + at < K
-                w = tl.load(w_at + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
                 x = tl.load(x_at + start, mask=live[None, None, :] & inside[:, :, None], other=0.0)
             if NORM:
                 g = tl.load(norm_ptr + start + at, mask=start + at < K, other=0.0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
 from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import (
     inverse_rms,
@@ -24,7 +25,7 @@ from lean_laguna.kernels.triton.primitives import (
 def _project_kernel(
     x_ptr,
     norm_ptr,
-    w_ptr,
+    weight,
     residual_ptr,
     out_ptr,
     tap_ptr,
@@ -46,11 +47,13 @@ def _project_kernel(
     RESIDUAL: tl.constexpr,
     TAP: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1).to(tl.int64) * K
-    prefetch_rows(w_ptr, rows, PREFETCH)
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    prefetch_rows(weight[0], rows * ROW, PREFETCH)
     col = tl.arange(0, COLS)
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
     inverse = tl.zeros((COLS,), tl.float32)
@@ -59,7 +62,21 @@ def _project_kernel(
             norm_ptr += tl.program_id(0) * BLOCK_N // NORM_EVERY * K
         inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
     acc = product(
-        w_ptr, rows, x_ptr, x_stride, live, inverse, norm_ptr, K, BLOCK_N, BLOCK_K, SPLIT, COLS, STAGES, NORM
+        weight,
+        rows,
+        x_ptr,
+        x_stride,
+        live,
+        inverse,
+        norm_ptr,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT,
+        COLS,
+        STAGES,
+        NORM,
+        FORMAT,
     )
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     mask = live[None, :] & (n < N)[:, None]
@@ -74,7 +91,7 @@ def _project_kernel(
 
 def project(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     out: Tensor,
     num_rows: Tensor,
     tile: Tile,
@@ -89,7 +106,7 @@ def project(
 
     Args:
         x: [MAX_ROWS, K], K contiguous.
-        weight: [N, K].
+        weight: [N, K], packed or plain.
         out: [MAX_ROWS, N], written; may be ``residual`` itself.
         num_rows: [1] int32, live rows.
         tile: By weight shape.
@@ -107,7 +124,7 @@ def project(
     _project_kernel[(cdiv(N, tile.block_n),)](
         x,
         x if norm is None else norm,
-        weight,
+        operand(weight),
         out if residual is None else residual,
         out,
         out if tap is None else tap,
@@ -128,7 +145,9 @@ def project(
         NORM_EVERY=norm_every,
         RESIDUAL=residual is not None,
         TAP=tap is not None,
-        PREFETCH=launch.prefetched(tile, K * weight.element_size()),
+        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
+        ROW=row_elements(weight),
+        FORMAT=format_of(weight),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )
@@ -138,7 +157,8 @@ def project(
 def _gate_up_kernel(
     x_ptr,
     norm_ptr,
-    w_ptr,
+    weight,
+    gate_up,
     scores_ptr,
     normed_ptr,
     act_ptr,
@@ -155,6 +175,10 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    APART: tl.constexpr,
+    GATE_UP_FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_N // 2
@@ -163,30 +187,52 @@ def _gate_up_kernel(
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_N)
     f0 = (pid - SCORE_BLOCKS) * HALF
-    pair_row = E + tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1))
-    n = tl.where(pid < SCORE_BLOCKS, tl.minimum(pid * BLOCK_N + i, E - 1), pair_row)
-    rows = n.to(tl.int64) * K
-    prefetch_rows(w_ptr, rows, PREFETCH)
+    pair = tl.where(i < HALF, tl.minimum(f0 + i, F - 1), F + tl.minimum(f0 + i - HALF, F - 1)).to(tl.int64)
+    rows = tl.minimum(pid * BLOCK_N + i, E - 1).to(tl.int64)
+    if not APART:
+        rows = tl.where(pid < SCORE_BLOCKS, rows, E + pair)
+    if not APART or pid < SCORE_BLOCKS:
+        prefetch_rows(weight[0], rows * ROW, PREFETCH)
     col = tl.arange(0, COLS)
     num_rows = wait_with_rows(num_rows_ptr, PDL, False)
     live = col < num_rows
     inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
-    acc = product(
-        w_ptr,
-        rows,
-        x_ptr,
-        x_stride,
-        live,
-        inverse,
-        norm_ptr,
-        K,
-        BLOCK_N,
-        BLOCK_K,
-        SPLIT,
-        COLS,
-        STAGES,
-        True,
-    )
+    if not APART or pid < SCORE_BLOCKS:
+        acc = product(
+            weight,
+            rows,
+            x_ptr,
+            x_stride,
+            live,
+            inverse,
+            norm_ptr,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            SPLIT,
+            COLS,
+            STAGES,
+            True,
+            FORMAT,
+        )
+    else:
+        acc = product(
+            gate_up,
+            pair,
+            x_ptr,
+            x_stride,
+            live,
+            inverse,
+            norm_ptr,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            SPLIT,
+            COLS,
+            STAGES,
+            True,
+            GATE_UP_FORMAT,
+        )
     DTYPE: tl.constexpr = act_ptr.dtype.element_ty
     if pid < SCORE_BLOCKS:
         e = pid * BLOCK_N + i
@@ -213,7 +259,7 @@ def _gate_up_kernel(
 def gate_up(
     x: Tensor,
     norm: Tensor,
-    weight: Tensor,
+    weight: Weight,
     act: Tensor,
     num_rows: Tensor,
     eps: float,
@@ -222,13 +268,15 @@ def gate_up(
     *,
     scores: Tensor | None = None,
     normed: Tensor | None = None,
+    shared: Weight | None = None,
 ) -> None:
     """Normalise, then gate, up and SiLU; with ``scores``, the router's logits beside them.
 
     Args:
         x: [MAX_ROWS, K] residual stream.
         norm: [K] weight of its RMSNorm.
-        weight: [E + 2F, K]: router rows (none for a dense MLP), gate rows, up rows.
+        weight: [E + 2F, K]: router rows (none for a dense MLP), gate rows, up rows, packed or plain; with
+            ``shared`` router rows alone.
         act: [MAX_ROWS, F], written: silu(gate) * up.
         num_rows: [1] int32, live rows.
         eps: Of the RMSNorm.
@@ -236,14 +284,17 @@ def gate_up(
         launch: What the launches of a step share.
         scores: [MAX_ROWS, E], written: router logits.
         normed: [MAX_ROWS, K], written with ``scores``: x normalised.
+        shared: [2F, K] gate rows, then up rows, where they are not in ``weight``.
     """
     K, F = weight.shape[1], act.shape[1]
-    E = weight.shape[0] - 2 * F
+    E = weight.shape[0] - (2 * F if shared is None else 0)
+    apart = weight if shared is None else shared
     blocks = cdiv(E, tile.block_n) + cdiv(F, tile.block_n // 2)
     _gate_up_kernel[(blocks,)](
         x,
         norm,
-        weight,
+        operand(weight),
+        operand(apart),
         act if scores is None else scores,
         act if normed is None else normed,
         act,
@@ -259,7 +310,11 @@ def gate_up(
         COLS=launch.cols,
         STAGES=tile.stages,
         NORM_BLOCK=min(256, power_of_two(K)),
-        PREFETCH=launch.prefetched(tile, K * weight.element_size()),
+        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
+        ROW=row_elements(weight),
+        FORMAT=format_of(weight),
+        APART=shared is not None,
+        GATE_UP_FORMAT=format_of(apart),
         PDL=launch.pdl,
         **launch.options(tile.warps),
     )

@@ -1,0 +1,267 @@
+"""Weights kept as codes and scales, and how a kernel reads a tile of any weight, packed or plain.
+
+A packed tile is the decoded weight's: ``code * scale`` in float32 (NVFP4: ``code * (scale / divisor)``;
+integers: ``(code - zero) * scale``), rounded once to the model's dtype. So a product differs from that of the
+weight decoded at load by the order of its sums at most, and under the interpreter by nothing.
+
+Codes become numbers without tables: a sign and the few bits of exponent and mantissa are moved to where
+float16 has its own, which is the number but for a power of two that goes into the scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Kind = Literal["fp4", "fp8", "int4", "int8"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [N, K], or a bank of experts' [E, N, K], as kernels read it.
+
+    Attributes:
+        kind: ``fp4`` is e2m1, ``fp8`` e4m3; integers are unsigned, ``2^(bits - 1)`` above their value.
+        shape: (N, K) or (E, N, K).
+        dtype: What tiles are rounded to: the model's.
+        codes: [..., N, K] uint8, or [..., N, ceil(K / 2)] for 4 bits, the even column in the low half.
+        scales: [..., N / tall, C]; e4m3 as uint8 for ``fp4``, else a float dtype.
+        tall: Rows that share scales; 1, or what divides N.
+        wide: Columns that share a scale; K for one a row.
+        divisors: [..., N] float32 of each row's linear, ``fp4`` only.
+        zeros: int8 in the shape of ``scales``, or None.
+        columns: [..., K] int32 group of each column where they were reordered, or None.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codes: Tensor
+    scales: Tensor
+    tall: int
+    wide: int
+    divisors: Tensor | None = None
+    zeros: Tensor | None = None
+    columns: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a kernel is given."""
+        return self.codes, self.scales, self.divisors, self.zeros, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """What a kernel must know beforehand: kind, N, rows and columns a scale, scales a row."""
+        return self.kind, self.shape[-2], self.tall, self.wide, self.scales.shape[-1]
+
+
+Weight = Tensor | Packed
+"""What every product takes."""
+
+PLAIN = ("plain", 0, 0, 0, 0)
+
+
+def operand(weight: Weight) -> tuple[Tensor | None, ...]:
+    """Return a weight's tensors as kernels take them."""
+    return weight.tensors if isinstance(weight, Packed) else (weight, None, None, None, None)
+
+
+def format_of(weight: Weight) -> tuple[Any, ...]:
+    """Return what a kernel must know of a weight beforehand."""
+    return weight.format if isinstance(weight, Packed) else PLAIN
+
+
+def row_elements(weight: Weight) -> int:
+    """Return the elements from one row's codes or values to the next row's."""
+    return (weight.codes if isinstance(weight, Packed) else weight).shape[-1]
+
+
+def row_bytes(weight: Weight) -> int:
+    """Return the bytes of one row's codes or values."""
+    return row_elements(weight) * (1 if isinstance(weight, Packed) else weight.element_size())
+
+
+@triton.jit
+def _float_bits(code, MAGNITUDE: tl.constexpr, UP: tl.constexpr):
+    """Return float16 of small floats [uint8]: a sign above MAGNITUDE bits that go UP to float16's place."""
+    wide = code.to(tl.uint16)
+    sign = (wide >> MAGNITUDE) << 15
+    size = (wide & ((1 << MAGNITUDE) - 1)) << UP
+    return (sign | size).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _e4m3(code):
+    """Return float32 values of e4m3 codes [uint8]."""
+    return _float_bits(code, 7, 7).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _scale_at(weight, scale_at, row, FORMAT: tl.constexpr):
+    """Return the float32 factor of raw code values, and their zero point (or 0), at scale offsets."""
+    scales, divisors, zeros = weight[1], weight[2], weight[3]
+    if FORMAT[0] == "fp4":
+        scale = _e4m3(tl.load(scales + scale_at))
+        # 2^14 is what the codes' bits leave out.
+        factor = tl.math.div_rn(scale, tl.load(divisors + row) + tl.zeros_like(scale)) * 16384.0
+    else:
+        factor = tl.load(scales + scale_at).to(tl.float32)
+        if FORMAT[0] == "fp8":
+            factor = factor * 256.0
+    zero = tl.zeros_like(factor)
+    if zeros is not None:
+        zero = tl.load(zeros + scale_at).to(tl.float32)
+    return factor, zero
+
+
+@triton.jit
+def _raw_values(weight, row, k, half, K: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
+    """Return float32 of the codes at rows and columns; ``half`` are the byte columns of 4-bit codes."""
+    codes = weight[0]
+    if FORMAT[0] == "fp4" or FORMAT[0] == "int4":
+        at = row * ((K + 1) // 2) + half
+        if EVEN:
+            both = tl.load(codes + at, eviction_policy="evict_first")
+        else:
+            both = tl.load(codes + at, mask=(half * 2 < K), other=0, eviction_policy="evict_first")
+        code = tl.interleave(both & 15, both >> 4)
+    else:
+        at = row * K + k
+        if EVEN:
+            code = tl.load(codes + at, eviction_policy="evict_first")
+        else:
+            code = tl.load(codes + at, mask=(k < K), other=0, eviction_policy="evict_first")
+    if FORMAT[0] == "fp4":
+        return _float_bits(code, 3, 9).to(tl.float32)
+    elif FORMAT[0] == "fp8":
+        return _float_bits(code, 7, 7).to(tl.float32)
+    elif FORMAT[0] == "int4":
+        return code.to(tl.float32) - 8.0
+    else:
+        return code.to(tl.float32) - 128.0
+
+
+@triton.jit
+def load_packed_tile(
+    weight,
+    rows,
+    start,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Decode a tile of a packed weight.
+
+    Args:
+        weight: ``Packed.tensors``.
+        rows: [BLOCK_N] int64 rows, counted through a bank, inside the weight.
+        start: First column, a multiple of BLOCK_K.
+        K: Columns of the weight; those from K on are zeros.
+        BLOCK_N: Rows.
+        BLOCK_K: Columns of each part, a power of two.
+        SPLIT: Parts, side by side.
+        EVEN: No column reaches past K.
+        FORMAT: ``Packed.format``.
+        DTYPE: What values are rounded to.
+
+    Returns:
+        [SPLIT, BLOCK_N, BLOCK_K].
+    """
+    N: tl.constexpr = FORMAT[1]
+    TALL: tl.constexpr = FORMAT[2]
+    WIDE: tl.constexpr = FORMAT[3]
+    C: tl.constexpr = FORMAT[4]
+    first = start + tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)[None, None, :]
+    half = first // 2 + tl.arange(0, BLOCK_K // 2)[None, None, :]
+    row = rows[None, :, None]
+    raw = _raw_values(weight, row, k, half, K, EVEN, FORMAT)
+    scale_row = row // TALL * C
+    if weight[4] is not None:
+        group = tl.load(weight[4] + row // N * K + tl.minimum(k, K - 1))
+        factor, zero = _scale_at(weight, scale_row + group, row, FORMAT)
+        value = (raw - zero) * factor
+    elif C == 1:
+        factor, zero = _scale_at(weight, scale_row, row, FORMAT)
+        value = (raw - zero) * factor
+    elif WIDE % BLOCK_K == 0:
+        factor, zero = _scale_at(weight, scale_row + tl.minimum(first // WIDE, C - 1), row, FORMAT)
+        value = (raw - zero) * factor
+    elif BLOCK_K % WIDE == 0:
+        PER: tl.constexpr = BLOCK_K // WIDE
+        group = first // WIDE + tl.arange(0, PER)[None, None, :]
+        factor, zero = _scale_at(weight, scale_row + tl.minimum(group, C - 1), row, FORMAT)
+        grouped = tl.reshape(raw, (SPLIT, BLOCK_N, PER, WIDE))
+        value = tl.reshape((grouped - zero[:, :, :, None]) * factor[:, :, :, None], (SPLIT, BLOCK_N, BLOCK_K))
+    else:
+        factor, zero = _scale_at(weight, scale_row + tl.minimum(k // WIDE, C - 1), row, FORMAT)
+        value = (raw - zero) * factor
+    if not EVEN:
+        value = tl.where(k < K, value, 0.0)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def _decode_kernel(
+    weight,
+    out_ptr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_K
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    rows = tl.minimum(n, ROWS - 1)
+    tile = load_packed_tile(weight, rows, start, K, BLOCK_N, BLOCK_K, 1, EVEN, FORMAT, DTYPE)
+    k = start + tl.arange(0, BLOCK_K)
+    at = n[:, None] * K + k[None, :]
+    tl.store(out_ptr + at, tl.reshape(tile, (BLOCK_N, BLOCK_K)), mask=(n < ROWS)[:, None] & (k < K)[None, :])
+
+
+def decode(weight: Packed, out: Tensor) -> Tensor:
+    """Write a packed weight [N, K], decoded, to the start of a flat buffer of the model's dtype.
+
+    Args:
+        weight: Of any kind.
+        out: [N * K] at least.
+
+    Returns:
+        The start of ``out`` as [N, K].
+    """
+    rows, K = weight.shape
+    whole = out[: rows * K].view(rows, K)
+    block_n, block_k = 16, 128
+    _decode_kernel[(triton.cdiv(rows, block_n), triton.cdiv(K, block_k))](
+        weight.tensors,
+        whole,
+        ROWS=rows,
+        K=K,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        FORMAT=weight.format,
+        num_warps=4,
+    )
+    return whole
