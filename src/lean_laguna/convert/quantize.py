@@ -6,29 +6,28 @@ kill or Ctrl-C leaves its finished files, from which the same command goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lean_laguna.convert.conversion_state import STATE_FILE, ConversionState, size_of
 from lean_laguna.convert.quantize_config import quantization_json
-from lean_laguna.convert.shard_writer import ShardWriter
+from lean_laguna.convert.shard_conversion import Progress, ShardConversion
 from lean_laguna.convert.source import Source
 from lean_laguna.convert.weight_encoder import WeightEncoder, WeightError, encoder_pool
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.files import atomic_write_json, parse_json
+from lean_laguna.core.files import atomic_write_json
 from lean_laguna.quant.scheme import TensorSpec, WeightScheme
 
-_STATE, _INDEX = "conversion.json", "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
 # Left over on the disk beside the result: other files, the file system's own.
 _SPARE_BYTES = 64 << 20
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -50,37 +49,6 @@ class QuantizeResult:
     errors: Mapping[str, WeightError]
 
 
-@dataclass
-class _State:
-    """What has been finished, on disk after every file."""
-
-    fingerprint: str
-    files: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, WeightError] = field(default_factory=dict)
-
-    def save(self, folder: Path) -> None:
-        errors = {module: dataclasses.astuple(error) for module, error in self.errors.items()}
-        written = {"fingerprint": self.fingerprint, "files": self.files, "errors": errors}
-        atomic_write_json(folder / _STATE, written)
-
-    @staticmethod
-    def load(folder: Path, fingerprint: str) -> _State:
-        """Return the state of an earlier run of the same conversion, else a new one."""
-        try:
-            found = parse_json((folder / _STATE).read_text(encoding="utf-8"))
-            state = _State(
-                found["fingerprint"],
-                {name: size for name, size in found["files"].items() if _size(folder / name) == size},
-                {module: WeightError(*values) for module, values in found["errors"].items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            state = _State("")
-        if state.fingerprint == fingerprint:
-            return state
-        shutil.rmtree(folder, ignore_errors=True)
-        return _State(fingerprint)
-
-
 def quantize(
     source: Source,
     destination: str | Path,
@@ -89,6 +57,7 @@ def quantize(
     num_workers: int = 1,
     is_checked: bool = False,
     shares_divisors: bool = True,
+    device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> QuantizeResult:
     """Quantise linears of a checkpoint into a new folder; all else is copied byte for byte.
@@ -100,6 +69,7 @@ def quantize(
         num_workers: Threads.
         is_checked: Decode every weight again and keep its error.
         shares_divisors: As ``WeightEncoder``.
+        device: As ``WeightEncoder``.
         progress: Called with bytes read, bytes to read and the file's name.
 
     Raises:
@@ -109,18 +79,17 @@ def quantize(
     final = Path(destination)
     config = {**source.config, "quantization_config": quantization_json(source, schemes)}
     config.pop("compression_config", None)
-    layouts = {file: _layout(source, file, schemes) for file in source.files()}
+    layouts = {file: _layout(source, names, schemes) for file, names in source.names_by_file().items()}
     _check_destination(source, final, layouts)
     partial = final.with_name(f".{final.name}.partial")
-    state = _State.load(partial, _fingerprint(source, schemes, is_checked, shares_divisors))
+    state = ConversionState.load(partial, _fingerprint(source, schemes, is_checked, shares_divisors))
     num_resumed = len(state.files)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        encoder = WeightEncoder(source, schemes, shares_divisors=shares_divisors)
-        run = _Run(source, partial, encoder, state, is_checked, progress)
+        encoder = WeightEncoder(source, schemes, shares_divisors=shares_divisors, device=device)
+        run = ShardConversion(source, partial, encoder, state, is_checked=is_checked, progress=progress)
         with encoder_pool(num_workers) as pool:
-            for file, specs in layouts.items():
-                run.convert(file, specs, schemes, pool)
+            run.run(layouts, schemes, pool)
         written = sum(state.files.values())
         _finish(source, partial, layouts, config)
         if final.is_dir():
@@ -135,82 +104,11 @@ def quantize(
     return QuantizeResult(len(schemes), run.total, written, num_resumed, state.errors)
 
 
-class _Run:
-    """The conversion of files, one after the other, each by all threads."""
-
-    def __init__(
-        self,
-        source: Source,
-        folder: Path,
-        encoder: WeightEncoder,
-        state: _State,
-        is_checked: bool,
-        progress: Progress | None,
-    ):
-        self._source, self._folder, self._encoder, self._state = source, folder, encoder, state
-        self._is_checked, self._progress, self._lock = is_checked, progress, threading.Lock()
-        self._sizes = {name: source.tensors.bytes_of(name)[2] for name in source.tensors.names()}
-        self.total, self._done = sum(self._sizes.values()), 0
-
-    def convert(
-        self,
-        file: Path,
-        specs: Mapping[str, TensorSpec],
-        schemes: Mapping[str, WeightScheme],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        """Write one file, unless an earlier run has."""
-        names = [name for name in self._source.tensors.names() if self._source.tensors.file_of(name) == file]
-        if file.name in self._state.files:
-            self._note(sum(self._sizes[name] for name in names), file)
-            return
-        writer = ShardWriter(self._folder / file.name, specs, {"format": "pt"})
-        try:
-            tasks = [pool.submit(self._one, name, schemes, writer, file) for name in names]
-            _await(tasks)
-            writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
-        self._state.files[file.name] = writer.num_bytes
-        self._state.save(self._folder)
-
-    def _one(self, name: str, schemes: Mapping[str, WeightScheme], writer: ShardWriter, file: Path) -> None:
-        module = name.removesuffix(".weight")
-        if module in schemes and name.endswith(".weight"):
-            error = self._encoder.write(module, writer, is_checked=self._is_checked)
-            if self._is_checked:
-                with self._lock:
-                    self._state.errors[module] = error
-        else:
-            writer.copy(name, *self._source.tensors.bytes_of(name)[:2])
-        self._note(self._sizes[name], file)
-
-    def _note(self, num_bytes: int, file: Path) -> None:
-        with self._lock:
-            self._done += num_bytes
-            if self._progress is not None:
-                self._progress(self._done, self.total, file.name)
-
-
-def _await(tasks: list[Future[None]]) -> None:
-    """Wait for all tasks; on the first failure, or an interrupt, give up those that have not begun."""
-    try:
-        for task in tasks:
-            task.result()
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        wait(tasks)
-        raise
-
-
-def _layout(source: Source, file: Path, schemes: Mapping[str, WeightScheme]) -> dict[str, TensorSpec]:
+def _layout(source: Source, names: list[str], schemes: Mapping[str, WeightScheme]) -> dict[str, TensorSpec]:
     """Return the tensors that a file of the source becomes, in its order."""
     tensors = source.tensors
-    names = [name for name in tensors.names() if tensors.file_of(name) == file]
     specs: dict[str, TensorSpec] = {}
-    for name in sorted(names, key=lambda name: tensors.bytes_of(name)[1]):
+    for name in names:
         module = name.removesuffix(".weight")
         kind = tensors.dtype_name(name)
         if module in schemes and name.endswith(".weight"):
@@ -231,7 +129,7 @@ def _check_destination(source: Source, final: Path, layouts: Mapping[Path, Mappi
         raise ConfigError(f"cannot write {final}: the folder {final.parent} does not exist")
     needed = sum(spec.num_bytes for specs in layouts.values() for spec in specs.values()) + _SPARE_BYTES
     partial = final.with_name(f".{final.name}.partial")
-    done = sum(_size(file) for file in partial.glob("*.safetensors")) if partial.is_dir() else 0
+    done = sum(size_of(file) for file in partial.glob("*.safetensors")) if partial.is_dir() else 0
     free = shutil.disk_usage(final.parent).free
     if free + done < needed:
         raise ConfigError(
@@ -266,9 +164,5 @@ def _finish(
         is_weights = file.suffix == ".safetensors" or file.name == _INDEX
         if file.is_file() and not is_weights and file.name != "config.json":
             shutil.copyfile(file, folder / file.name)
-    (folder / _STATE).unlink()
+    (folder / STATE_FILE).unlink()
     atomic_write_json(folder / "config.json", config)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else -1

@@ -111,6 +111,7 @@ def _compare(
         for part, tensor in tensors.items():
             if part == "weight_shape" or (part == "weight_global_scale" and first):
                 continue
+            tensor = tensor.cpu()
             if part not in stored:
                 stored[part] = _stored(model, theirs, part)
             row = 0 if part == "weight_global_scale" else encoder.stored_row(own, part, first)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.quant.scheme import TensorSpec
 
-_COPY_BYTES = 8 << 20
+_COPY_BYTES = 1 << 20
 # safetensors aligns the tensors' bytes to this by blanks after the header.
 _ALIGNMENT = 8
 
@@ -76,14 +76,15 @@ class ShardWriter:
         """
         left, place = self._specs[name].num_bytes, self._places[name]
         try:
-            with file.open("rb") as stream:
+            buffer = memoryview(bytearray(min(left, _COPY_BYTES)))
+            with file.open("rb", buffering=0) as stream:
                 stream.seek(first)
                 while left:
-                    piece = stream.read(min(left, _COPY_BYTES))
-                    if not piece:
+                    size = stream.readinto(buffer[: min(left, _COPY_BYTES)])
+                    if not size:
                         raise ConfigError(f"{file}: ended early")
-                    self._put(memoryview(piece), place)
-                    left, place = left - len(piece), place + len(piece)
+                    self._put(buffer[:size], place)
+                    left, place = left - size, place + size
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
 

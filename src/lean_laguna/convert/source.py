@@ -51,7 +51,15 @@ class Source:
 
     def files(self) -> list[Path]:
         """Files with tensors, in order."""
-        return sorted({self.tensors.file_of(name) for name in self.tensors.names()})
+        return list(self.names_by_file())
+
+    def names_by_file(self) -> dict[Path, list[str]]:
+        """Tensors of each file in the order of their bytes; files in order."""
+        found: dict[Path, list[tuple[int, str]]] = {}
+        for name in self.tensors.names():
+            file, place, _ = self.tensors.bytes_of(name)
+            found.setdefault(file, []).append((place, name))
+        return {file: [name for _, name in sorted(found[file])] for file in sorted(found)}
 
 
 def open_source(path: str | Path) -> Source:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +17,14 @@ from lean_laguna.convert.shard_writer import ShardWriter
 from lean_laguna.convert.source import Source
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.quant.codec import encode, to_packed
+from lean_laguna.quant.scaling import magnitude_bits
 from lean_laguna.quant.scheme import WeightScheme
+from lean_laguna.quant.scratch import Scratch
 
-# Weights that are held at a time: small enough for a core's cache, whole blocks and words of every scheme.
-_PIECE_WEIGHTS, _ROWS = 1 << 18, 128
+# Weights that are held at a time: what fits a core's cache, or keeps a device busy; whole blocks and words of
+# every scheme.
+_PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 17, 1 << 24, 128
+_ANYTHING = torch.empty(0)  # on the CPU
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -71,7 +74,14 @@ def encoder_pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
 class WeightEncoder:
     """Quantises linears of a source by scheme; may be called from several threads."""
 
-    def __init__(self, source: Source, schemes: Mapping[str, WeightScheme], *, shares_divisors: bool = True):
+    def __init__(
+        self,
+        source: Source,
+        schemes: Mapping[str, WeightScheme],
+        *,
+        shares_divisors: bool = True,
+        device: torch.device | str = "cpu",
+    ):
         """Note which linears share an NVFP4 divisor.
 
         Args:
@@ -79,8 +89,10 @@ class WeightEncoder:
             schemes: Of the linears to quantise.
             shares_divisors: Whether linears that a serving engine runs as one have one NVFP4 divisor, as it
                 needs; else each has its own.
+            device: Where weights are encoded; the bytes are the same everywhere.
         """
-        self._source, self._schemes = source, schemes
+        self._source, self._schemes, self._device = source, schemes, torch.device(device)
+        self._own = threading.local()
         # Plain numbers: a tensor kept among a conversion's short-lived ones would hold on to their memory.
         self._largest: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -107,7 +119,7 @@ class WeightEncoder:
             tensors.pop("weight_shape", None)  # of the piece
             for part, tensor in tensors.items():
                 row = 0 if part == "weight_global_scale" else self.stored_row(module, part, first)
-                writer.write(f"{module}.{part}", tensor, row)
+                writer.write(f"{module}.{part}", tensor.cpu(), row)
             if is_checked:
                 error += self._compare(module, piece, tensors)
         if self._schemes[module].storage == "pack-quantized":
@@ -115,7 +127,9 @@ class WeightEncoder:
         return error
 
     def pieces(self, module: str) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
-        """Yield first row, weights [n, K] and their tensors, piece by piece.
+        """Yield first row, weights [n, K] and their tensors, piece by piece, on the encoder's device.
+
+        A piece's weights are lost when the next is asked for.
 
         Raises:
             CheckpointError: A weight is not finite, or too large for the scheme.
@@ -124,11 +138,11 @@ class WeightEncoder:
         largest = self._largest_of_set(module) if scheme.number == "fp4" else None
         rows, columns = self._source.shapes[module]
         height = scheme.block[0] if scheme.block else 1
-        step = math.lcm(_ROWS, height) * max(1, _PIECE_WEIGHTS // (columns * math.lcm(_ROWS, height)))
+        step = math.lcm(_ROWS, height) * max(1, self._piece_weights // (columns * math.lcm(_ROWS, height)))
         for first, piece in self._read(module, rows if self._is_whole(module) else step):
             # An NVFP4 weight has been looked through for its largest, and its scales cannot overflow.
             found = self._largest_finite(module, piece) if largest is None else largest
-            tensors = encode(piece, scheme, largest)
+            tensors = encode(piece, scheme, largest, self._scratch)
             if largest is None and not bool(tensors["weight_scale"].isfinite().all()):
                 raise CheckpointError(
                     f"{self._where(module)}: weights up to {found.item():.3g} are too large for {scheme.name}"
@@ -147,6 +161,18 @@ class WeightEncoder:
     def _is_whole(self, module: str) -> bool:
         return self._schemes[module].strategy == "tensor"
 
+    @property
+    def _piece_weights(self) -> int:
+        return _PIECE_WEIGHTS if self._device.type == "cpu" else _DEVICE_PIECE_WEIGHTS
+
+    @property
+    def _scratch(self) -> Scratch:
+        """The calling thread's."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = Scratch()
+        scratch: Scratch = self._own.scratch
+        return scratch
+
     def _read(self, module: str, step: int) -> Iterator[tuple[int, Tensor]]:
         rows, columns = self._source.shapes[module]
         name = f"{module}.weight"
@@ -157,26 +183,27 @@ class WeightEncoder:
             stream.seek(start)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                buffer = np.empty(count * width, np.uint8)
-                view, filled = buffer.data, 0
+                buffer = self._scratch.take("read", (count * width,), _ANYTHING, torch.uint8)
+                view, filled = buffer.numpy().data, 0
                 while filled < len(view):
                     got = stream.readinto(view[filled:])
                     if not got:
                         raise CheckpointError(f"{self._where(module)}: the file ended early")
                     filled += got
-                yield first, torch.from_numpy(buffer).view(kind).view(count, columns)
+                yield first, buffer.view(kind).view(count, columns).to(self._device)
 
     def _largest_of_set(self, module: str) -> Tensor:
         members = self._sets[self._set_of[module]]
         kind = _TORCH[self._source.tensors.dtype_name(f"{module}.weight")]
-        return torch.tensor(max(self._largest_of(member) for member in members), dtype=kind)
+        largest = max(self._largest_of(member) for member in members)
+        return torch.tensor(largest, dtype=kind, device=self._device)
 
     def _largest_of(self, module: str) -> float:
         with self._lock:
             known = self._largest.get(module)
         if known is None:
             known = 0.0
-            for _, piece in self._read(module, max(1, _PIECE_WEIGHTS // self._source.shapes[module][1])):
+            for _, piece in self._read(module, max(1, self._piece_weights // self._source.shapes[module][1])):
                 known = max(known, self._largest_finite(module, piece).item())
             with self._lock:
                 self._largest[module] = known
@@ -188,13 +215,13 @@ class WeightEncoder:
         Raises:
             CheckpointError: A weight is not finite.
         """
-        low, high = torch.aminmax(piece)
-        if not bool(low.isfinite() & high.isfinite()):
+        largest = magnitude_bits(piece, self._scratch).amax().view(piece.dtype)
+        if not bool(largest.isfinite()):
             raise CheckpointError(
                 f"{self._where(module)}: {int((~piece.isfinite()).sum())} or more values are not finite; "
                 "expected none"
             )
-        return torch.maximum(-low, high)
+        return largest
 
     def _compare(self, module: str, piece: Tensor, tensors: dict[str, Tensor]) -> WeightError:
         wide = piece.float()

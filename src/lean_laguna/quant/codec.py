@@ -10,15 +10,19 @@ from torch import Tensor
 from lean_laguna.quant import fp8, integer, nvfp4
 from lean_laguna.quant.packed import PackedWeight
 from lean_laguna.quant.scheme import WeightScheme
+from lean_laguna.quant.scratch import Scratch
 
 
-def encode(weight: Tensor, scheme: WeightScheme, largest: Tensor | None = None) -> dict[str, Tensor]:
+def encode(
+    weight: Tensor, scheme: WeightScheme, largest: Tensor | None = None, scratch: Scratch | None = None
+) -> dict[str, Tensor]:
     """Quantise a weight [N, K] into a checkpoint's tensors, by the last part of their names.
 
     Args:
-        weight: bfloat16, float16 or float32, finite.
+        weight: bfloat16, float16 or float32, finite, contiguous.
         scheme: Spelt as compressed-tensors spells it.
         largest: Largest magnitude over the linears that share an NVFP4 divisor; None for this one alone.
+        scratch: The thread's, where there are many weights.
 
     Raises:
         ConfigError: The weight's shape does not fit the scheme.
@@ -26,12 +30,12 @@ def encode(weight: Tensor, scheme: WeightScheme, largest: Tensor | None = None) 
     scheme.scale_shape(*weight.shape)
     if scheme.number == "fp4":
         divisor = nvfp4.global_scale(weight.abs().amax() if largest is None else largest)
-        codes, scales = nvfp4.encode(weight, divisor)
+        codes, scales = nvfp4.encode(weight, divisor, scratch)
         return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor}
     if scheme.number == "fp8":
-        codes, scales = fp8.encode(weight, scheme)
+        codes, scales = fp8.encode(weight, scheme, scratch)
         return {"weight": codes, "weight_scale": scales}
-    codes, scales, zero = integer.encode(weight, scheme)
+    codes, scales, zero = integer.encode(weight, scheme, scratch)
     if scheme.storage != "pack-quantized":
         tensors = {"weight": codes, "weight_scale": scales}
         return tensors if zero is None else tensors | {"weight_zero_point": zero}

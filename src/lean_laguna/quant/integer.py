@@ -13,60 +13,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lean_laguna.quant.scaling import apply_by_tile, tiled
+from lean_laguna.quant.halves import pack_halves, unpack_halves
+from lean_laguna.quant.scaling import largest_by_tile, quotients, tiled
 from lean_laguna.quant.scheme import WeightScheme
+from lean_laguna.quant.scratch import Scratch
 
 _WORD_BYTES = 4
 
 
-def encode(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise a weight [N, K].
+def encode(
+    weight: Tensor, scheme: WeightScheme, scratch: Scratch | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantise a weight [N, K], finite, contiguous.
 
     Returns:
         Codes [N, K] int8; scales in the weight's dtype and the scheme's shape; zero points int8 of that
         shape, None where the scheme is symmetric.
     """
+    scratch = scratch or Scratch()
     least, most = -(2.0 ** (scheme.num_bits - 1)), 2.0 ** (scheme.num_bits - 1) - 1
-    tiles = tiled(weight, scheme)
-    low, high = tiles.amin((1, 3)).clamp(max=0), tiles.amax((1, 3)).clamp(min=0)
     zero: Tensor | None = None
     if scheme.symmetric:
-        scales = torch.maximum(-low, high) / ((most - least) / 2)
+        scales = largest_by_tile(weight, scheme, scratch) / ((most - least) / 2)
     else:
+        tiles = tiled(weight, scheme)
+        low, high = tiles.amin((1, 3)).clamp(max=0), tiles.amax((1, 3)).clamp(min=0)
         scales = (high - low) / (most - least)
         # Groups of zeros divide zero by zero; their zero point is 0.
         zero = (least - low / scales).clamp(least, most).nan_to_num(0.0)
     scales[scales == 0] = torch.finfo(scales.dtype).eps
-    scaled = apply_by_tile(torch.div, weight, scales, scheme)
+    values = quotients(weight, scales, scheme, scratch)
     shape = scheme.scale_shape(*weight.shape)
-    if zero is None:
-        return scaled.clamp(least, most).round().to(torch.int8), scales.view(shape), None
-    zero = zero.round()
-    shifted = apply_by_tile(torch.add, scaled, zero, scheme)
-    codes = shifted.clamp(least, most).round().to(torch.int8)
-    return codes, scales.view(shape), zero.to(torch.int8).view(shape)
+    if zero is not None:
+        zero = zero.round()
+        shifted = tiled(values, scheme).add_(zero.float()[:, None, :, None])
+        # The sum is rounded to the weight's type, as the quotient was.
+        values = shifted.view_as(values).to(weight.dtype).float()
+        zero = zero.to(torch.int8).view(shape)
+    return values.clamp_(least, most).round_().to(torch.int8), scales.view(shape), zero
 
 
 def to_bytes(codes: Tensor, num_bits: int) -> Tensor:
-    """Return signed codes [N, K] int8 as bytes [N, K] or, for 4 bits, [N, ceil(K / 2)]."""
-    unsigned = (codes.to(torch.int16) + (1 << (num_bits - 1))).to(torch.uint8)
+    """Return signed codes [N, K] int8 as bytes [N, K] or, for 4 bits, [N, ceil(K / 2)] uint8."""
     if num_bits == 8:
-        return unsigned
-    if unsigned.shape[-1] % 2:
-        unsigned = F.pad(unsigned, (0, 1))
-    return unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+        return codes.view(torch.uint8) ^ 0x80
+    # The sign's bit turned over is 8 added.
+    unsigned = (codes ^ 8).bitwise_and_(15)
+    return pack_halves(F.pad(unsigned, (0, 1)) if unsigned.shape[-1] % 2 else unsigned)
 
 
 def from_bytes(packed: Tensor, num_bits: int, columns: int) -> Tensor:
     """Return signed codes [N, columns] int8 of bytes."""
     if num_bits == 4:
-        packed = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        packed = unpack_halves(packed)
     return (packed[..., :columns].to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
 
 
 def to_words(packed: Tensor) -> Tensor:
     """Return bytes [N, B] as stored words [N, ceil(B / 4)] int32; missing bytes are 0."""
     rows, columns = packed.shape
+    if columns % _WORD_BYTES == 0:
+        return packed.reshape(-1).view(torch.int32).view(rows, -1)
     padded = packed.new_zeros(rows, columns + -columns % _WORD_BYTES)
     padded[:, :columns] = packed
     return padded.view(torch.int32)

@@ -12,13 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lean_laguna.quant.halves import pack_halves, unpack_halves
+from lean_laguna.quant.scaling import magnitude_bits
 from lean_laguna.quant.scheme import NVFP4_GROUP
+from lean_laguna.quant.scratch import Scratch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 # What a scale that rounds to zero becomes, so that nothing is divided by it.
 _LEAST_SCALE = 0.125
-_SIGN_BIT = 3
+_SIGN = 8
 
 
 def global_scale(largest: Tensor) -> Tensor:
@@ -33,50 +36,50 @@ def global_scale(largest: Tensor) -> Tensor:
     return torch.nan_to_num(divisor, nan=1.0, posinf=1.0, neginf=1.0).float().reshape(1)
 
 
-def encode(weight: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+def encode(weight: Tensor, divisor: Tensor, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
     """Quantise a weight.
 
     Args:
-        weight: [N, K], K a multiple of 16, finite.
+        weight: [N, K], K a multiple of 16, finite, contiguous.
         divisor: [1] float32, of ``global_scale``.
+        scratch: The thread's, where there are many weights.
 
     Returns:
         Codes [N, K / 2] uint8, the even column in the low half of a byte; scales [N, K / 16] float8_e4m3fn.
     """
-    groups = weight.unflatten(-1, (-1, NVFP4_GROUP))
-    largest = _largest_of_groups(groups)
+    scratch = scratch or Scratch()
+    groups = magnitude_bits(weight, scratch).unflatten(-1, (-1, NVFP4_GROUP))
+    largest = groups.amax(-1).view(weight.dtype)
     scales = (divisor * (largest / E2M1_MAX)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     scales = torch.where(scales == 0, _LEAST_SCALE, scales)
-    scaled = (groups / (scales / divisor).unsqueeze(-1)).flatten(-2)
-    # Two codes are one 16-bit number: low half, high half.
-    pairs = round_to_e2m1(scaled).view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8), scales.to(torch.float8_e4m3fn)
+    values = scratch.take("values", weight.shape, weight, torch.float32).copy_(weight)
+    values.unflatten(-1, (-1, NVFP4_GROUP)).div_((scales / divisor).unsqueeze(-1))
+    return pack_halves(round_to_e2m1(values, scratch)), scales.to(torch.float8_e4m3fn)
 
 
-def _largest_of_groups(groups: Tensor) -> Tensor:
-    """Return the largest magnitudes [N, C] of groups [N, C, 16]."""
-    # By halves: a reduction over a short last dimension is far slower.
-    largest = groups.abs()
-    while (half := largest.shape[-1] // 2) > 0:
-        largest = torch.maximum(largest[..., :half], largest[..., half:])
-    return largest.squeeze(-1)
+def round_to_e2m1(values: Tensor, scratch: Scratch) -> Tensor:
+    """Return the codes (int8) of float32 values, ties to the even code; beyond 6 is 6.
 
-
-def round_to_e2m1(values: Tensor) -> Tensor:
-    """Return the codes (uint8) of float32 values, ties to the even code; beyond 6 is 6.
-
-    A negative value that rounds to zero keeps its sign, a zero has none.
+    A negative value that rounds to zero keeps its sign, a zero has none. The values are lost: operations in
+    place take half the time of others.
     """
-    size = values.abs().clamp_(max=E2M1_MAX)
+    steps = scratch.take("steps", values.shape, values, torch.float32)
+    codes = scratch.take("codes", values.shape, values, torch.int8)
+    other = scratch.take("other codes", values.shape, values, torch.int8)
+    signs = scratch.take("signs", values.shape, values, torch.int8)
+    # -1 has the sign's bit, 0 and 1 do not.
+    signs.copy_(torch.sign(values, out=steps)).bitwise_and_(_SIGN)
+    size = values.abs_().clamp_(max=E2M1_MAX)
     # Steps are 0.5 up to 2, 1 up to 4, 2 from there: the grid that a value lies on gives the least code.
-    code = (size * 2).round_()
-    torch.minimum(code, size.round().add_(2), out=code)
-    torch.minimum(code, size.mul_(0.5).round_().add_(4), out=code)
-    return code.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8).bitwise_left_shift_(_SIGN_BIT))
+    codes.copy_(torch.mul(size, 2, out=steps).round_())
+    other.copy_(torch.round(size, out=steps)).add_(2)
+    torch.minimum(codes, other, out=codes)
+    other.copy_(size.mul_(0.5).round_()).add_(4)
+    return torch.minimum(codes, other, out=codes).bitwise_or_(signs)
 
 
 def code_values(codes: Tensor) -> Tensor:
     """Return the float32 values [N, K] of codes [N, K / 2]."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
-    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    pairs = unpack_halves(codes)
     return table.index_select(0, pairs.flatten().int()).view(pairs.shape)

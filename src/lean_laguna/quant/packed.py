@@ -84,7 +84,7 @@ class PackedWeight:
     def row_scales(self) -> Tensor:
         """Return the factor of each row and tile of columns, [N, C] float32; of one linear, not of a bank."""
         scales = self.scales.float()
-        counts = [self._scale_rows(height) for height in self.heights]
+        counts = [self.scale_rows(height) for height in self.heights]
         parts = scales.split(counts)
         if self.global_scales is not None:
             parts = tuple(part / divisor for part, divisor in zip(parts, self.global_scales, strict=True))
@@ -106,7 +106,7 @@ class PackedWeight:
         scales = self.row_scales()
         zero = None
         if self.zero_points is not None:
-            counts = [self._scale_rows(height) for height in self.heights]
+            counts = [self.scale_rows(height) for height in self.heights]
             zeros = self.zero_points.float().split(counts)
             zero = torch.cat([self._spread(part, h) for part, h in zip(zeros, self.heights, strict=True)])
         step = max(1, PIECE_ELEMENTS // columns)
@@ -135,7 +135,8 @@ class PackedWeight:
         width = tile_size(self.shape[-2], columns, self.scheme)[1]
         return tiles.repeat_interleave(width, 1)[:, :columns]
 
-    def _scale_rows(self, height: int) -> int:
+    def scale_rows(self, height: int) -> int:
+        """Return the rows of scales that a stacked linear of ``height`` rows has."""
         return self.scheme.scale_shape(height, self.shape[-1])[0]
 
     def _spread(self, part: Tensor, height: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lean_laguna.convert import quantize as module
+from lean_laguna.convert import shard_conversion
 from lean_laguna.convert.modules import class_of
 from lean_laguna.convert.quantize import quantize
 from lean_laguna.convert.quantize_plan import group_rules, make_plan, parse_scheme
@@ -88,7 +89,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> 
             finished.append(self.path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "ShardWriter", Dying)
+        patch.setattr(shard_conversion, "ShardWriter", Dying)
         with pytest.raises(Killed):
             convert(source, tmp_path / "made", "experts", "nvfp4", is_checked=True)
     assert not (tmp_path / "made").exists()

@@ -1,0 +1,18 @@
+"""Codes of 4 bits, two a byte, the even column in the low half."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Return codes [N, K] int8 of 0 to 15, K even, as bytes [N, K / 2] uint8."""
+    # Two codes are one 16-bit number: low half, high half.
+    pairs = codes.reshape(-1).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.int8).view(torch.uint8).view(codes.shape[0], -1)
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """Return codes [N, 2 * B] uint8 of 0 to 15 of bytes [N, B] uint8."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
