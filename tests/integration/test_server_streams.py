@@ -32,7 +32,9 @@ def wait_until(condition: Any, seconds: float = 30) -> None:
 @pytest.fixture(scope="module")
 def own() -> Iterator[RunningServer]:
     """A server whose counters no other test moves; small chunks, so that prefill takes many steps."""
-    with running(nano(prefill_chunk_size=16, max_num_seqs=4), send_buffer=8192) as up:
+    with running(
+        nano(prefill_chunk_size=16, max_num_seqs=4), send_buffer=8192, spec_decode_metrics="detailed"
+    ) as up:
         yield up
 
 
@@ -100,6 +102,16 @@ def test_cached_prompt_tokens_are_reported(own: RunningServer) -> None:
     first, second = (own.ok("/v1/completions", **body)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_each_step_of_a_requests_speculation_is_told_where_asked_for(own: RunningServer) -> None:
+    body = {**LONG, "max_tokens": 30, "speculative": {"num_speculative_tokens": 4}}
+    told = own.ok("/v1/completions", **body)["metrics"]["speculative_decoding"]
+    assert len(told["per_step_drafted"]) == len(told["per_step_accepted"]) == told["num_spec_steps"] > 1
+    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
+    assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
+    last = own.events("/v1/completions", **body, stream_options={"include_usage": True})[-1]
+    assert last["metrics"]["speculative_decoding"] == told
 
 
 def test_a_client_that_leaves_is_stopped_within_two_steps(own: RunningServer) -> None:

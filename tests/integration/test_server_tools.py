@@ -84,3 +84,28 @@ def test_what_cannot_be_followed_is_refused_by_name(
         response = server.post(CHAT, **{**FORCED, **changes, "stream": stream})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
+
+
+def test_a_grammar_that_cannot_be_followed_to_its_end_is_an_error_and_no_finished_reply(
+    server: RunningServer,
+) -> None:
+    """The parser gives up on more than 2,000 alternatives at one place, and finds out when it gets there."""
+    rules = [f'r{i}: "a" w "{i}"' for i in range(2100)]
+    grammar = "\n".join(
+        ['start: "x" w w w all', "all: " + " | ".join(f"r{i}" for i in range(2100)), 'w: "b" | "c"', *rules]
+    )
+    body = {"prompt": "x = ", "temperature": 0, "max_tokens": 30, "guided_grammar": grammar}
+    texts, failed = [], server.metric("request_success_total", finished_reason="error")
+    for how in (False, {"num_speculative_tokens": 6}):
+        refused = server.post("/v1/completions", **body, speculative=how)
+        assert refused.status_code == 400, refused.text
+        *pieces, last = server.events("/v1/completions", **body, speculative=how)
+        assert last["error"] == refused.json()["error"]
+        assert last["error"]["param"] == "structured_outputs"
+        assert "cannot be followed any further" in last["error"]["message"]
+        assert not any(piece["choices"][0]["finish_reason"] for piece in pieces)
+        texts.append("".join(piece["choices"][0]["text"] for piece in pieces))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("x")
+    assert server.metric("request_success_total", finished_reason="error") == failed + 4
+    assert server.metric("num_requests_running") == server.metric("kv_cache_usage_perc") == 0

@@ -37,7 +37,7 @@ Serve nano, a folder or a downloaded repository over HTTP, for clients of OpenAI
   --speculative-config JSON  (or --drafter auto|none|NAME  --num-speculative-tokens auto|N)
   --reasoning-parser, --tool-call-parser          auto, poolside_v1 or none
   --default-chat-template-kwargs JSON  --override-generation-config JSON
-  --per-request-spec-decode-metrics summary|none  numbers of its speculation in each response
+  --per-request-spec-decode-metrics summary|detailed|none    its speculation, in each response
   --unknown-fields refuse|ignore  --enable-admin  body fields nobody knows; new weights, pause
 limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --max-queued-seqs 256
   --max-request-bytes N  --kv-cache-memory-bytes N  --block-size 16  --shutdown-timeout 30
@@ -87,7 +87,7 @@ def _add_http_options(parser: Parser) -> None:
     parser.add_argument("--tool-call-parser", type=one_of(*_PARSERS), default=AUTO)  # type: ignore[arg-type]
     parser.add_argument("--default-chat-template-kwargs")
     parser.add_argument("--override-generation-config")
-    metrics = one_of("none", "summary")
+    metrics = one_of("none", "summary", "detailed")
     parser.add_argument("--per-request-spec-decode-metrics", type=metrics, default="summary")  # type: ignore[arg-type]
     parser.add_argument("--unknown-fields", type=one_of("refuse", "ignore"), default="refuse")  # type: ignore[arg-type]
     parser.add_argument("--enable-admin", action="store_true")

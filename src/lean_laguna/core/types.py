@@ -13,7 +13,7 @@ from lean_laguna.core.errors import RequestError, reject_unknown
 from lean_laguna.core.json_fields import is_finite_number
 from lean_laguna.core.structured_outputs import StructuredOutputs
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_COMPLETIONS = 16384
@@ -215,6 +215,8 @@ class SpeculationStats:
         num_accepted_tokens_per_pos: Entry i counts steps that accepted draft i (0-based) and all before.
         num_steps: Decode steps of the target, with or without drafts.
         num_cut_draft_tokens: Draft tokens made and not sent to verification, for want of confidence.
+        per_step: Of one completion, per step with drafts and in order, how many were sent and accepted; sums
+            over several have none.
     """
 
     num_drafts: int = 0
@@ -223,6 +225,7 @@ class SpeculationStats:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_steps: int = 0
     num_cut_draft_tokens: int = 0
+    per_step: tuple[tuple[int, int], ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -270,7 +273,8 @@ class CompletionOutput:
         token_ids: The emitted tokens, stop token included.
         cumulative_logprob: Sum over the emitted tokens, where log-probabilities were asked for.
         logprobs: Per emitted token, candidates by token id.
-        finish_reason: ``stop``, ``length``, ``abort`` or None while running.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error`` (its ``structured_outputs`` could not be
+            followed to an end: ``stop_reason`` says why) or None while running.
         stop_reason: The stop text or stop token id that ended it; None for end-of-sequence.
         is_draft_token: Per emitted token, True where it came from an accepted draft.
         seed: Key of the random stream used.

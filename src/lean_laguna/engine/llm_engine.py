@@ -305,6 +305,8 @@ class LLMEngine:
             logprobs = [with_text(row, self.tokenizer) for row in candidates]
         num_kept = completion.append(token_ids, num_accepted, logprobs)
         sequence.sampling.commit(token_ids[:num_kept])
+        if completion.finish_reason == "stop" and sequence.sampling.failure is not None:
+            completion.fail(sequence.sampling.failure)
         request.mark_token(time.perf_counter())
         self._counters.num_generated_tokens += num_kept
         is_request_finished = False

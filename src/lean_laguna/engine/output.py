@@ -150,6 +150,11 @@ class Completion:
             self.finish_reason = "abort"
             self._end()
 
+    def fail(self, reason: str) -> None:
+        """Say that its end is none: it was to be something that it is not."""
+        assert self.finish_reason is not None
+        self.finish_reason, self.stop_reason = "error", reason
+
     def delta(self, request_id: str, index: int, is_request_finished: bool) -> CompletionDelta:
         """Return what was added since the last call."""
         text, first = self.text, self._num_reported_tokens

@@ -118,7 +118,7 @@ class SequenceState:
         self.quotas: tuple[int, ...] = ()
         self.follows_engine = request.num_speculative_tokens is None
         self.wants_drafts = has_drafter and request.num_speculative_tokens != 0
-        self.speculation = SpeculationCounter() if self.wants_drafts else None
+        self.speculation = SpeculationCounter(keeps_steps=True) if self.wants_drafts else None
 
     def snapshot(self) -> CompletionOutput:
         """Return everything said so far."""

@@ -168,9 +168,9 @@ class _ChatReply:
         )
 
     def _metrics(self) -> dict[str, Any] | None:
-        if self.service.config.spec_decode_metrics == "none":
-            return None
-        return speculation_metrics(list(self.stream.outputs.values()))
+        return speculation_metrics(
+            list(self.stream.outputs.values()), self.service.config.spec_decode_metrics
+        )
 
 
 _OPENING = {"role": "assistant", "content": ""}

@@ -228,9 +228,10 @@ class _Reply:
         return usage(num_prompt, 0 if self.job.hides_output else sum(self.num_tokens), num_cached, None)
 
     def _metrics(self) -> dict[str, Any] | None:
-        if self.service.config.spec_decode_metrics == "none" or self.job.hides_output:
+        if self.job.hides_output:
             return None
-        return speculation_metrics([self.stream.outputs[i] for i in sorted(self.stream.outputs)])
+        outputs = [self.stream.outputs[i] for i in sorted(self.stream.outputs)]
+        return speculation_metrics(outputs, self.service.config.spec_decode_metrics)
 
 
 def _merge(choice: dict[str, Any], piece: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ nobody reads any more is dropped before the next step, whether it was decoding o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from lean_laguna.core.errors import RequestError
 from lean_laguna.engine.llm import LLM
 from lean_laguna.engine.output import CompletionDelta
 from lean_laguna.server.errors import ApiError
@@ -177,6 +179,10 @@ class EngineThread:
 
     def _deliver(self, delta: CompletionDelta, changed: dict[Stream, None]) -> None:
         stream, index = self._streams[delta.request_id]
+        if delta.finish_reason == "error":
+            stream.put(index, dataclasses.replace(delta, finish_reason=None, stop_reason=None))
+            self._fail(stream, RequestError(str(delta.stop_reason), param="structured_outputs"))
+            return
         changed[stream] = None
         stream.put(index, delta)
         self._metrics.token(stream.states[index], delta)

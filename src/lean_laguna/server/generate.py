@@ -113,6 +113,6 @@ class _TokenReply:
         return usage(len(self.body.token_ids), sum(self.num_tokens), num_cached, None)
 
     def _metrics(self) -> dict[str, Any] | None:
-        if self.service.config.spec_decode_metrics == "none":
-            return None
-        return speculation_metrics(list(self.stream.outputs.values()))
+        return speculation_metrics(
+            list(self.stream.outputs.values()), self.service.config.spec_decode_metrics
+        )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SpecDecodeMetrics = Literal["none", "summary"]
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 UnknownFields = Literal["refuse", "ignore"]
 
 DEFAULT_HOST = "127.0.0.1"

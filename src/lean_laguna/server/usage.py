@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lean_laguna.core.types import RequestOutput, SpeculationStats
+from lean_laguna.server.settings import SpecDecodeMetrics
 
 
 def usage(
@@ -33,15 +34,25 @@ def usage(
     return counts
 
 
-def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+def speculation_metrics(outputs: Sequence[RequestOutput], level: SpecDecodeMetrics) -> dict[str, Any] | None:
     """Return the ``metrics`` object of a response in vLLM's shape; None for several completions.
 
-    Source: vLLM 0.30, ``--per-request-spec-decode-metrics summary``.
+    Args:
+        outputs: Of the response's prompts.
+        level: ``none``, ``summary``, or ``detailed`` for what each step drafted and accepted, too.
+
+    Source: vLLM 0.30, ``--per-request-spec-decode-metrics``; vllm-project/vllm pull request 48915.
     """
-    if len(outputs) != 1 or len(outputs[0].outputs) != 1:
+    if level == "none" or len(outputs) != 1 or len(outputs[0].outputs) != 1:
         return None
     stats = outputs[0].outputs[0].speculation
-    return None if stats is None else {"speculative_decoding": _summary(stats)}
+    if stats is None:
+        return None
+    numbers = _summary(stats)
+    if level == "detailed":
+        numbers["per_step_accepted"] = [accepted for _, accepted in stats.per_step]
+        numbers["per_step_drafted"] = [drafted for drafted, _ in stats.per_step]
+    return {"speculative_decoding": numbers}
 
 
 def _summary(stats: SpeculationStats) -> dict[str, Any]:

@@ -22,6 +22,11 @@ class Constraint(Protocol):
         """True where a row of the next block may be restricted."""
         ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why the committed output ended before it was what it must be; None where it did not."""
+        ...
+
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take emitted tokens, every one of them, in order."""
         ...

@@ -27,7 +27,7 @@ from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.thinking import ThinkTags
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 PARAM = "structured_outputs"
 # A weak model may go on with white space for ever, where JSON has no end to it.
@@ -85,13 +85,15 @@ def check_structured_outputs(structured: StructuredOutputs) -> None:
 class GrammarCompiler:
     """Makes matchers over one tokenizer; owned by the engine, which asks from one thread."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: LLParserLimits | None = None):
         """Prepare nothing yet: most engines never see a grammar.
 
         Args:
             tokenizer: The target's.
             vocab_size: V of the target, which may have more rows than the tokenizer has tokens.
+            limits: What a step of the grammar may cost; None for llguidance's own.
         """
+        self._limits = limits
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._backend: LLTokenizer | None = None
@@ -131,7 +133,7 @@ class GrammarCompiler:
 
         if self._backend is None:
             self._backend = _backend(self._tokenizer, self._vocab_size)
-        matcher = LLMatcher(self._backend, text, log_level=0)
+        matcher = LLMatcher(self._backend, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise RequestError(f"{PARAM} cannot be followed: {matcher.get_error().strip()}", param=PARAM)
         return matcher
@@ -142,6 +144,12 @@ class GrammarConstraint:
 
     Invariant: between calls the matcher has consumed the committed tokens since the grammar began, and no
     drafts; end-of-sequence tokens, which are not part of the grammar's text, are never given to it.
+
+    A matcher may give up, where a grammar is so ambiguous that following it costs too much. Then the sequence
+    can only end, as a failure and at the same token with any drafter.
+
+    Attributes:
+        failure: Why it ended before the grammar was satisfied.
     """
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], *, think_end_id: int | None = None):
@@ -156,6 +164,7 @@ class GrammarConstraint:
         self._eos_token_ids = tuple(eos_token_ids)
         self._think_end_id = think_end_id  # None once the grammar has begun
         self._has_ended = False
+        self.failure: str | None = None
 
     @property
     def is_active(self) -> bool:
@@ -168,9 +177,12 @@ class GrammarConstraint:
             if self._think_end_id is not None:
                 if token == self._think_end_id:
                     self._think_end_id = None
+            elif self._has_ended:
+                break
             elif token in self._eos_token_ids:
                 self._has_ended = True
-            elif not self._has_ended:
+                self.failure = _failure(self._matcher)
+            else:
                 self._matcher.consume_token(token)
 
     def restrict(self, scores: NDArray[np.float64], draft_token_ids: Sequence[int], first_row: int) -> None:
@@ -213,6 +225,15 @@ class GrammarConstraint:
         row[~allowed] = -np.inf
         if np.isneginf(row).all():  # other options banned all that fits: the grammar comes first
             row[allowed] = 0
+
+
+def _failure(matcher: LLMatcher) -> str | None:
+    if not matcher.is_stopped():
+        matcher.compute_bitmask()  # may be what fails, and so far have failed on a copy only
+    if not matcher.is_error():
+        return None
+    said = matcher.get_error().strip().partition("\n")[0]
+    return f"{PARAM} cannot be followed any further, so the output is not finished: {said}"
 
 
 class _TokenTable:

@@ -201,6 +201,11 @@ class SamplingRequest:
         """True where a grammar or a thinking budget may restrict rows of the next block."""
         return any(constraint.is_active for constraint in self.constraints)
 
+    @property
+    def failure(self) -> str | None:
+        """Why a constraint had to end the output before it was what it must be; None where none had to."""
+        return next((c.failure for c in self.constraints if c.failure is not None), None)
+
     def forced_tokens(self, limit: int) -> list[int]:
         """Return tokens that a constraint foresees next, at most ``limit``; they are drafts like others."""
         for constraint in reversed(self.constraints):

@@ -15,7 +15,13 @@ from lean_laguna.core.types import SpeculationStats
 class SpeculationCounter:
     """Counts of one completion; sums over many are sums of `SpeculationStats`. Owned by the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_steps: bool = False) -> None:
+        """Start at nothing.
+
+        Args:
+            keeps_steps: Also remember each step with drafts, which grows with the output.
+        """
+        self._steps: list[tuple[int, int]] | None = [] if keeps_steps else None
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._num_steps = 0
@@ -37,6 +43,8 @@ class SpeculationCounter:
         self._num_steps += 1
         if not num_draft_tokens:
             return
+        if self._steps is not None:
+            self._steps.append((num_draft_tokens, num_accepted_tokens))
         self._num_drafts += 1
         self._num_draft_tokens += num_draft_tokens
         self._accepted_at += [0] * (num_draft_tokens - len(self._accepted_at))
@@ -52,4 +60,5 @@ class SpeculationCounter:
             num_accepted_tokens_per_pos=tuple(self._accepted_at),
             num_steps=self._num_steps,
             num_cut_draft_tokens=self._num_cut_draft_tokens,
+            per_step=tuple(self._steps or ()),
         )

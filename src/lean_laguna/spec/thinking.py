@@ -118,6 +118,10 @@ class ThinkingBudget:
         """True where the next block may reach the budget."""
         return not self._thinking.has_answer and self._thinking.num_tokens + MOST_ROWS >= self._soft
 
+    @property
+    def failure(self) -> None:
+        """Never: the tag that closes the thinking can always come."""
+
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take emitted tokens."""
         for token in token_ids:

@@ -67,6 +67,15 @@ def test_eos_inside_a_run_ends_it_there():
     assert state.is_draft_token == [True, True, True]
 
 
+def test_an_end_that_is_none_is_reported_as_an_error():
+    state = completion()
+    state.append([*b"ab", EOS], 0)
+    state.fail("gave up")
+    delta = state.delta("r", 0, True)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("ab", "error", "gave up")
+    assert state.snapshot(0, 1, None).finish_reason == "error"
+
+
 def test_ignored_eos_is_text():
     state = completion(ignore_eos=True)
     state.append([*b"ab", EOS, *b"cd"], 4)

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+from llguidance import LLParserLimits
 
 from lean_laguna.core.errors import MissingDependencyError, RequestError
 from lean_laguna.core.structured_outputs import StructuredOutputs
@@ -156,6 +157,32 @@ def test_what_cannot_be_followed_is_refused_before_any_token(compiler, structure
         with pytest.raises(RequestError, match="structured_outputs") as refused:
             check(structured)
         assert refused.value.param == "structured_outputs"
+
+
+def test_a_grammar_that_is_given_up_on_ends_as_a_failure_with_and_without_drafts(tokenizer):
+    ambiguous = StructuredOutputs(grammar='start: e\ne: e e e | e e | "a" | "b"')
+    a, b = (tokenizer.encode(text)[0] for text in "ab")
+    for limits in (LLParserLimits(max_items_in_row=40), LLParserLimits(step_max_items=100)):
+        compiler = GrammarCompiler(tokenizer, VOCAB, limits)
+        plain = compiler.constraint(ambiguous, [], None)
+        said = []
+        while (row := allowed(plain)[0]) != ENDS:
+            assert {a, b} <= row
+            said.append((a, b)[len(said) % 2])
+            plain.commit(said[-1:])
+        assert 1 <= len(said) < 60
+        drafting = compiler.constraint(ambiguous, [], None)
+        rows = allowed(drafting, [*said, a])
+        assert ENDS not in rows[: len(said)]
+        assert rows[len(said)] == ENDS
+        drafting.commit(said)
+        for constraint in (plain, drafting):
+            assert constraint.failure is None
+            constraint.commit([EOS, EOS])
+            assert "cannot be followed any further" in constraint.failure
+    satisfied = compiler.constraint(StructuredOutputs(regex="ab"), [], None)
+    satisfied.commit([a, b, EOS])
+    assert satisfied.failure is None
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):

@@ -36,3 +36,11 @@ def test_counts_of_several_completions_add_up():
     first.record(1, 1)
     second.record(3, 2)
     assert first.stats() + second.stats() == SpeculationStats(2, 4, 3, (2, 1, 0), 2)
+
+
+def test_steps_with_drafts_are_remembered_where_asked_for_and_not_summed():
+    counter = SpeculationCounter(keeps_steps=True)
+    for drafted, accepted in ((3, 3), (0, 0), (2, 1)):
+        counter.record(drafted, accepted)
+    assert counter.stats().per_step == ((3, 3), (2, 1))
+    assert (counter.stats() + counter.stats()).per_step == ()
