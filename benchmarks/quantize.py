@@ -3,13 +3,19 @@
     python benchmarks/quantize.py --out results/quantize.json
 
 Bytes: every kind of weight that can trip a quantiser, more than ten million of them, in three dtypes. Memory:
-synthetic checkpoints of Laguna-XS's shapes with more and more layers, each converted by the command line in a
-process of its own; beside it the speed at which the same disk takes plain copies.
+synthetic checkpoints of Laguna-XS's shape with more and more layers, each read from the disk and converted by
+the command line in a process of its own, killed midway if wanted; beside it the speed at which the same disk
+takes plain copies. All 40 layers are 67 GB, of which a file system that can clone (XFS, Btrfs) stores 5:
+
+    python benchmarks/quantize.py --out results/quantize.json --scratch /mnt/xfs --layers 40 --kill-at 0.4
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -24,12 +30,16 @@ import numpy as np
 import torch
 
 from lean_laguna.core.files import atomic_write_json
+from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import describe_run
+from lean_laguna.models.shapes import laguna_shape
+from lean_laguna.plan.modules import target_modules
 from lean_laguna.quant.codec import encode
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, TensorSpec, packed_integer
 
 SCHEMA_VERSION = 1
-HIDDEN, EXPERTS, WIDTH, VOCAB = 2048, 256, 512, 100352
+# Linux's number of the call that clones a file.
+FICLONE, HEADER_BLOCK, COPIED_FILES = 0x40049409, 4096, 4
 SCHEMES = {
     "nvfp4": NVFP4,
     "fp8-block": FP8_BLOCK,
@@ -60,71 +70,88 @@ def differing_bytes() -> dict[str, Any]:
     return counts
 
 
-def shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Tensors of a checkpoint of Laguna-XS's shapes with fewer layers, all sparse."""
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+def shape_of(num_layers: int) -> LagunaConfig:
+    """Return Laguna-XS's shape with its first layers only."""
+    whole = laguna_shape("laguna-xs-2.1")
+    cut = {
+        name: getattr(whole, name)[:num_layers]
+        for name in ("num_attention_heads_per_layer", "layer_types", "mlp_layer_types", "gating")
     }
-    for i in range(num_layers):
-        layer = f"model.layers.{i}."
-        for leaf, rows in (("q", 6144), ("k", 1024), ("v", 1024), ("g", 48)):
-            found[f"{layer}self_attn.{leaf}_proj.weight"] = (rows, HIDDEN)
-        found[f"{layer}self_attn.o_proj.weight"] = (HIDDEN, 6144)
-        found[f"{layer}mlp.gate.weight"] = (EXPERTS, HIDDEN)
-        names = [f"experts.{expert}" for expert in range(EXPERTS)] + ["shared_expert"]
-        for name in names:
-            for leaf in ("gate", "up"):
-                found[f"{layer}mlp.{name}.{leaf}_proj.weight"] = (WIDTH, HIDDEN)
-            found[f"{layer}mlp.{name}.down_proj.weight"] = (HIDDEN, WIDTH)
-    return found
+    return dataclasses.replace(whole, num_hidden_layers=num_layers, **cut)
 
 
-def write_synthetic(folder: Path, num_layers: int) -> int:
-    """Write random weights, one file per layer and one for the rest; returns bytes."""
+def write_synthetic(folder: Path, config: LagunaConfig) -> int:
+    """Write random weights, one file per layer and one for the rest; returns bytes.
+
+    Layers of a kind have the same weights. Where the file system can, they share their place on the disk: a
+    checkpoint then takes little of it, and is read as any other.
+    """
     folder.mkdir()
     noise = (torch.randn(1 << 22) * 0.02).bfloat16().view(torch.uint8).numpy()
     files: dict[str, dict[str, TensorSpec]] = {}
-    for name, shape in shapes(num_layers).items():
+    for module in target_modules(config):
+        name = module.name if module.name.endswith("_bias") else f"{module.name}.weight"
         shard = name.split(".")[2] if ".layers." in name else "rest"
-        files.setdefault(f"model-{shard}.safetensors", {})[name] = TensorSpec(shape, "BF16")
-    total = 0
+        files.setdefault(f"model-{shard}.safetensors", {})[name] = TensorSpec(module.shape, "BF16")
+    total, written = 0, {}
     for file, specs in files.items():
-        header: dict[str, Any] = {}
-        at = 0
-        for name, spec in specs.items():
-            offsets = [at, at + spec.num_bytes]
-            header[name] = {"dtype": "BF16", "shape": list(spec.shape), "data_offsets": offsets}
-            at += spec.num_bytes
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for i, spec in enumerate(specs.values()):
-                turned = np.roll(noise, 2 * 997 * i)
-                for first in range(0, spec.num_bytes, len(turned)):
-                    stream.write(turned[: min(len(turned), spec.num_bytes - first)].data)
-        total += at
+        head, size = header(specs)
+        kind = tuple(specs.values())
+        if kind not in written or not clone(written[kind], folder / file):
+            with (folder / file).open("wb") as stream:
+                stream.write(head)
+                for i, spec in enumerate(kind):
+                    turned = np.roll(noise, 2 * 997 * i)
+                    for first in range(0, spec.num_bytes, len(turned)):
+                        stream.write(turned[: min(len(turned), spec.num_bytes - first)].data)
+        with (folder / file).open("r+b") as stream:
+            stream.write(head)
+        written[kind] = folder / file
+        total += size
     weight_map = {name: file for file, specs in files.items() for name in specs}
     atomic_write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
-    atomic_write_json(
-        folder / "config.json", {"model_type": "laguna", "architectures": ["LagunaForCausalLM"]}
-    )
+    atomic_write_json(folder / "config.json", config.to_dict() | {"dtype": "bfloat16"})
     return total
 
 
-def convert(source: Path, destination: Path, workers: int) -> dict[str, Any]:
-    """Convert in a process of its own and return its report."""
+def header(specs: dict[str, TensorSpec]) -> tuple[bytes, int]:
+    """Return a file's header, filled up to whole blocks of a disk, and the bytes that follow it."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, spec in specs.items():
+        offsets = [at, at + spec.num_bytes]
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        at += spec.num_bytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_BLOCK)
+    return len(text).to_bytes(8, "little") + text, at
+
+
+def clone(file: Path, copy: Path) -> bool:
+    """Make a copy that shares its place on the disk; returns whether the file system can."""
+    with file.open("rb") as source, copy.open("wb") as destination:
+        try:
+            fcntl.ioctl(destination.fileno(), FICLONE, source.fileno())
+        except OSError:
+            return False
+    return True
+
+
+def convert(source: Path, destination: Path, workers: int, kill_at: float) -> dict[str, Any]:
+    """Convert in a process of its own and return its report; killed once where ``kill_at`` is above 0."""
     words = ["convert", "quantize", str(source), str(destination), "--scheme", "nvfp4", "--json"]
     words += ["--modules", "experts+attention", "--workers", str(workers)]
+    command = [sys.executable, "-m", "lean_laguna.cli.main", *words]
+    drop_from_memory(source)
+    killed = kill_midway(command, source, destination, kill_at) if kill_at else {}
+    drop_from_memory(source)
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "lean_laguna.cli.main", *words], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {
+    return killed | {
         "source_bytes": report["source_bytes"],
         "written_bytes": report["written_bytes"],
+        "num_resumed_files": report["num_resumed_files"],
         "peak_rss_bytes": report["peak_rss_bytes"],
         "conversion_s": report["conversion_s"],
         "cpu_s": report["cpu_s"],
@@ -134,11 +161,49 @@ def convert(source: Path, destination: Path, workers: int) -> dict[str, Any]:
     }
 
 
-def copy_speed(source: Path, destination: Path) -> float:
-    """Return MB/s of copying the source's files and flushing them to the disk."""
-    destination.mkdir()
-    started, total = time.monotonic(), 0
+def kill_midway(command: list[str], source: Path, destination: Path, share: float) -> dict[str, Any]:
+    """Kill a conversion without warning once a share of its files is finished; returns what it had taken."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wanted = share * len(list(source.glob("*.safetensors")))
+    partial = destination.with_name(f".{destination.name}.partial")
+    peak = 0
+    while process.poll() is None and len(list(partial.glob("*.safetensors"))) < wanted:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+        time.sleep(1)
+    process.kill()
+    process.wait()
+    return {"killed_after_files": len(list(partial.glob("*.safetensors"))), "killed_peak_rss_bytes": peak}
+
+
+def drop_from_memory(source: Path) -> None:
+    """Have a source read from the disk, not from memory."""
     for file in source.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def differing_layers(made: Path, config: LagunaConfig) -> int:
+    """Return the layers whose converted bytes differ from those of the first of their kind."""
+    found: dict[Any, bytes] = {}
+    differing = 0
+    for i, kind in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
+        digest = hashlib.sha256()
+        with (made / f"model-{i}.safetensors").open("rb") as stream:
+            stream.seek(8 + int.from_bytes(stream.read(8), "little"))
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
+        differing += found.setdefault(kind, digest.digest()) != digest.digest()
+    return differing
+
+
+def copy_speed(source: Path, destination: Path) -> float:
+    """Return MB/s of copying some of the source's files from the disk and flushing them to it."""
+    destination.mkdir()
+    drop_from_memory(source)
+    started, total = time.monotonic(), 0
+    for file in sorted(source.glob("*.safetensors"))[:COPIED_FILES]:
         shutil.copyfile(file, destination / file.name)
         with (destination / file.name).open("rb") as stream:
             os.fsync(stream.fileno())
@@ -154,14 +219,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--kill-at", type=float, default=0.0, metavar="SHARE", help="kill each once, go on")
     args = parser.parse_args()
     equality = differing_bytes()
     conversions = []
     for num_layers in args.layers:
         with tempfile.TemporaryDirectory(dir=args.scratch) as base:
             source = Path(base) / "source"
-            write_synthetic(source, num_layers)
-            found = {"num_layers": num_layers, **convert(source, Path(base) / "made", args.workers)}
+            config = shape_of(num_layers)
+            write_synthetic(source, config)
+            made = Path(base) / "made"
+            found = {"num_layers": num_layers, **convert(source, made, args.workers, args.kill_at)}
+            found["num_differing_layers"] = differing_layers(made, config)
+            shutil.rmtree(made)
             found["copy_mb_per_s"] = copy_speed(source, Path(base) / "copy")
             print(found, flush=True)
             conversions.append(found)

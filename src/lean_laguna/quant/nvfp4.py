@@ -10,6 +10,7 @@ fp4_utils.py, compressors/nvfp4/helpers.py.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.quant.halves import pack_halves, unpack_halves
@@ -20,7 +21,9 @@ from lean_laguna.quant.scratch import Scratch
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 # What a scale that rounds to zero becomes, so that nothing is divided by it.
-_LEAST_SCALE = 0.125
+_ROUNDS_TO_ZERO, _LEAST_SCALE = 2.0**-10, 0.125
+# A table is faster than torch's conversion.
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _SIGN = 8
 
 
@@ -50,11 +53,12 @@ def encode(weight: Tensor, divisor: Tensor, scratch: Scratch | None = None) -> t
     scratch = scratch or Scratch()
     groups = magnitude_bits(weight, scratch).unflatten(-1, (-1, NVFP4_GROUP))
     largest = groups.amax(-1).view(weight.dtype)
-    scales = (divisor * (largest / E2M1_MAX)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    scales = torch.where(scales == 0, _LEAST_SCALE, scales)
+    wanted = (divisor * (largest / E2M1_MAX)).clamp_(max=E4M3_MAX)
+    scales = F.threshold(wanted, _ROUNDS_TO_ZERO, _LEAST_SCALE).to(torch.float8_e4m3fn)
+    factors = _E4M3_VALUES.to(weight.device)[scales.view(torch.uint8).int()] / divisor
     values = scratch.take("values", weight.shape, weight, torch.float32).copy_(weight)
-    values.unflatten(-1, (-1, NVFP4_GROUP)).div_((scales / divisor).unsqueeze(-1))
-    return pack_halves(round_to_e2m1(values, scratch)), scales.to(torch.float8_e4m3fn)
+    values.unflatten(-1, (-1, NVFP4_GROUP)).div_(factors.unsqueeze(-1))
+    return pack_halves(round_to_e2m1(values, scratch)), scales
 
 
 def round_to_e2m1(values: Tensor, scratch: Scratch) -> Tensor:

@@ -29,9 +29,7 @@ def test_each_part_is_asked_for_once_and_no_further_ahead_than_meant(
     ahead.close()
 
 
-def test_a_system_that_cannot_be_asked_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_that_cannot_be_asked_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     (tmp_path / "file").write_bytes(bytes(5))
     ReadAhead(tmp_path / "file").close()

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 
 from lean_laguna.core.errors import RequestError
@@ -113,6 +114,36 @@ def test_one_call_only_where_parallel_calls_are_off(tokenizer):
         constraint = compiler.constraint(structured, [], None)
         twice = tokenizer.encode("<tool_call>now</tool_call>") * 2
         assert constraint._matcher.validate_tokens(twice) == (len(twice) if parallel else len(twice) // 2)
+
+
+LENGTHS = {
+    "any": ({}, {"": True, "abcd": True, "x" * 3000: True}),
+    "most": ({"maxLength": 3}, {"": True, "é한😀": True, "abcd": False, "<b>": True}),
+    "none": ({"maxLength": 0}, {"": True, "a": False}),
+    "least": ({"minLength": 2}, {"": False, "a": False, "é한": True, "x" * 3000: True}),
+    "both": ({"minLength": 2, "maxLength": 3.0}, {"a": False, "ab": True, "abc": True, "abcd": False}),
+    "hopeless": ({"minLength": 3, "maxLength": 2}, {"ab": False, "abc": True, "abcd": False}),
+    "no numbers": ({"minLength": "2", "maxLength": None}, {"": True, "abcd": True}),
+    "long": ({"minLength": 10**6, "maxLength": 10**15}, {"": False, "x" * 3000: True}),
+    "or null": ({"type": ["string", "null"], "maxLength": 2}, {"null": True, "ab": True}),
+    "elsewhere": ({"$ref": "#/$defs/Short"}, {"abc": True, "abcd": False}),
+}
+
+
+@pytest.mark.parametrize(("limits", "texts"), LENGTHS.values(), ids=LENGTHS)
+def test_strings_have_the_length_that_their_schema_asks_for(tokenizer, limits, texts):
+    properties = {"a": {**({} if "$ref" in limits else {"type": "string"}), **limits}}
+    parameters = {"properties": properties, "required": ["a"]}
+    parameters["$defs"] = {"Short": {"type": "string", "maxLength": 3}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    compiler = GrammarCompiler(tokenizer, VOCAB)
+    for text, is_right in texts.items():
+        constraint = compiler.constraint(forced_calls([tool], "required", tokenizer), [], None)
+        call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+        tokens = tokenizer.encode(call)
+        assert (constraint._matcher.validate_tokens(tokens) == len(tokens)) == is_right, text
+        constraint.restrict(np.zeros((1, VOCAB)), [], 0)
+        assert not constraint._matcher.is_error()
 
 
 @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "fly"}}, {}, "anything"])

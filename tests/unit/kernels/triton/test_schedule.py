@@ -49,7 +49,7 @@ class Step:
         empty = torch.zeros(1, device=self.device)
         schedule(
             self.guesses,
-            SparkWeights(empty, empty, None, None, self.scales, self.offsets, False),
+            SparkWeights(empty, empty, None, None, self.scales, self.offsets, False, 15),
             torch.tensor(costs, device=self.device),
             self.chances,
             self.cut,

@@ -42,6 +42,7 @@ def spark(draw, device):
             calibration,
             calibration - 1,
             is_shifted,
+            7,
         )
 
     return make
