@@ -27,6 +27,7 @@ EXTRAS: dict[str, Any] = {
     "return_tokens_as_token_ids": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
+_NEW_LIMIT_NAME = "max_completion_tokens"  # what chat endpoints of newer models insist on
 _CHAT_ONLY = (
     "it has no /v1/completions: each prompt was sent as a chat message, so it was answered, not continued"
 )
@@ -66,6 +67,7 @@ class HttpBackend:
         self._extras = dict(EXTRAS)
         self._has_running_usage = False
         self._is_chat = self._is_copy = False
+        self._limit_name = "max_tokens"
         try:
             self._card = self._connection.run(self._choose_model(model))
             self.model = str(self._card["id"])
@@ -290,6 +292,17 @@ class HttpBackend:
     async def _complete(
         self, prompt: Any, params: SamplingParams, on_event: OnText | None = None, *, is_chat: bool = False
     ) -> GenerationResult:
+        try:
+            return await self._ask(prompt, params, on_event, is_chat=is_chat)
+        except RequestError as error:
+            if self._limit_name == _NEW_LIMIT_NAME or _NEW_LIMIT_NAME not in str(error):
+                raise
+        self._limit_name = _NEW_LIMIT_NAME
+        return await self._ask(prompt, params, on_event, is_chat=is_chat)
+
+    async def _ask(
+        self, prompt: Any, params: SamplingParams, on_event: OnText | None, *, is_chat: bool
+    ) -> GenerationResult:
         body = {"model": self.model, "stream": True, **body_of(prompt, params), **self._extras}
         if self._is_chat and not is_chat:
             if not isinstance(prompt, str):
@@ -297,6 +310,8 @@ class HttpBackend:
             is_chat, body["prompt"] = True, [{"role": "user", "content": prompt}]
         if is_chat:
             body["messages"] = body.pop("prompt")
+            if "max_tokens" in body:
+                body[self._limit_name] = body.pop("max_tokens")
             if params.logprobs is not None:
                 body |= {"logprobs": True, "top_logprobs": params.logprobs}
         if self._speculative is not None:

@@ -72,6 +72,15 @@ class ToolSchemas:
             else frozenset()
         )
 
+    def lengths(self, tool: str, argument: str) -> tuple[int, int | None]:
+        """Return the least and the most characters of an argument that is a string and nothing else."""
+        if self.types(tool, argument) != STRING_ONLY:
+            return 0, None
+        schema = self.properties(tool).get(argument)
+        schema = _resolved(schema, self.root(tool)) if isinstance(schema, Mapping) else {}
+        least, most = (_count(schema.get(key)) for key in ("minLength", "maxLength"))
+        return least or 0, most
+
     def types(self, tool: str, argument: str) -> frozenset[str]:
         """Return the JSON types allowed for an argument; all of them where the schema says nothing."""
         root = self.root(tool)
@@ -174,6 +183,12 @@ def _type_of(value: Any) -> str:
         if isinstance(value, kind):
             return name
     return "array"
+
+
+def _count(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if value >= 0 and value % 1 == 0 else None
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,8 @@
 
 The reply is calls in the ``poolside_v1`` syntax and nothing else, after the thinking where that is on. The
 arguments come in the schema's order, those not required may be left out. An argument that may be a string is
-free text, as the model writes strings bare; any other is JSON that follows its schema.
+free text, as the model writes strings bare, of the length that its schema asks for; any other is JSON that
+follows its schema.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from lean_laguna.server.reply_tool_calls import (
 from lean_laguna.spec.grammar import SOME_SPACE
 
 REFERENCE_KEYS = ("$defs", "definitions")
+# Characters of a string that are counted; with more, llguidance gives the grammar up.
+_MOST_REQUIRED, _MOST_COUNTED = 128, 1 << 16
 
 
 def forced_calls(
@@ -94,7 +97,17 @@ def _value_rule(rule: str, schema: Any, schemas: ToolSchemas, name: str, key: st
     if isinstance(choices, list) and all(isinstance(text, str) and text for text in choices) and choices:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
         return f"{rule}: ({texts}) {json.dumps(VALUE_END)}"
-    return f"{rule}[suffix={json.dumps(VALUE_END)}]: /(?s:.*)/"
+    return f"{rule}[suffix={json.dumps(VALUE_END)}]: {_free_text(*schemas.lengths(name, key))}"
+
+
+def _free_text(least: int, most: int | None) -> str:
+    """Return what a string may be, up to its closing tag."""
+    least = min(least, _MOST_REQUIRED)
+    limit = "" if most is None or most > _MOST_COUNTED else max(least, most)
+    text = f"/(?s:.{{{least},{limit}}})/"
+    # Too short a text must not go on beyond its closing tag.
+    closing = VALUE_END.replace("/", r"\/")
+    return f"{text} & ~/(?s:.*){closing}(?s:.*)/" if least else text
 
 
 def _tag(tag: str, tokenizer: Tokenizer) -> str:

@@ -169,6 +169,24 @@ def test_a_server_that_only_chats_is_asked_by_message_and_that_is_said():
             HttpBackend(theirs.url)
 
 
+def test_a_chat_that_wants_the_newer_name_of_the_limit_gets_it():
+    def chat(body):
+        if "max_tokens" in body:
+            said = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+            return 400, {"error": {"message": said, "code": "unsupported_parameter"}}
+        chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("a", "b")]
+        return [*chunks, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}, "[DONE]"]
+
+    with foreign(chat) as theirs:
+        theirs.missing.add("/v1/completions")
+        backend = HttpBackend(theirs.url)
+        for asked in (backend, backend.with_speculation(True)):
+            assert asked.generate(["hi"], PARAMS)[0].text == "ab"
+            assert theirs.asked[-1]["max_completion_tokens"] == 12
+        assert len([body for body in theirs.asked if "messages" in body and "max_tokens" in body]) == 1
+        backend.close()
+
+
 COUNTERS = """# HELP vllm:spec_decode_num_drafts_total x
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="theirs"}} {0}.0
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="theirs"}} {1}
