@@ -13,9 +13,11 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.drafter_checkpoint import make_drafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.spec.proposer import DFlashProposer
+from lean_laguna.spec.dspark_proposer import make_proposer
 from support.targets import laguna_json
 from support.tokenizers import byte_level_json
 
@@ -54,11 +56,18 @@ def toy_target() -> LagunaForCausalLM:
 
 
 @functools.cache
-def toy_drafter() -> DFlashDrafter:
-    """Return a random drafter of one sliding layer with a block of 8."""
+def toy_drafter(kind: str = "dflash", **heads: Any) -> DFlashDrafter:
+    """Return a random drafter of one sliding layer with a block of 8.
+
+    Args:
+        kind: ``dflash``, ``dspark`` or ``shifted``: a DSpark drafter whose blocks are bidirectional, too.
+        heads: Changes to ``dspark_config``.
+    """
+    spark = {"markov_rank": 8, "greedy_biases": [0.5], "sampled_temperatures": [0.5, 2.0], **heads}
     config = DFlashConfig.from_dict(
         {
-            "architectures": ["DFlashLagunaForCausalLM"],
+            "architectures": ["DFlashLagunaForCausalLM" if kind == "dflash" else "LagunaDSparkModel"],
+            **({} if kind == "dflash" else {"dspark_config": spark}),
             "model_type": "laguna",
             "hidden_size": 16,
             "num_hidden_layers": 1,
@@ -76,12 +85,22 @@ def toy_drafter() -> DFlashDrafter:
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "block_size": 8,
-            "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 12, "causal": True},
+            "dflash_config": {
+                "target_layer_ids": [0, 1],
+                "mask_token_id": 12,
+                "causal": kind != "shifted",
+                "sample_from_anchor": kind == "shifted",
+            },
         },
         "toy drafter",
     )
-    drafter = DFlashDrafter(config)
-    drafter.init_weights(std=0.25, generator=torch.Generator().manual_seed(2))
+    drafter = make_drafter(config)
+    generator = torch.Generator().manual_seed(2)
+    drafter.init_weights(std=0.25, generator=generator)
+    if isinstance(drafter, DSparkDrafter):
+        for weight in (drafter.markov_w2, drafter.confidence_weight, drafter.confidence_bias):
+            if weight is not None:
+                torch.nn.init.normal_(weight, std=0.5, generator=generator)
     return drafter.eval()
 
 
@@ -92,12 +111,16 @@ def toy_config(**options: Any) -> EngineConfig:
 
 
 def toy_engine(
-    num_drafts: Any = None, *, synthetic_rates: tuple[float, ...] = (), **options: Any
+    num_drafts: Any = None,
+    *,
+    kind: str = "dflash",
+    synthetic_rates: tuple[float, ...] = (),
+    **options: Any,
 ) -> LLMEngine:
     """Return an engine on the Triton kernels; without a drafter where ``num_drafts`` is None."""
     from lean_laguna.engine.gpu_engine import GpuEngine
 
-    proposer = None if num_drafts is None else DFlashProposer(toy_drafter(), toy_target())
+    proposer = None if num_drafts is None else make_proposer(toy_drafter(kind), toy_target())
     if synthetic_rates:
         options["speculative"] = SpeculativeConfig(
             "toy", rejection_sample_method="synthetic", synthetic_acceptance_rates=synthetic_rates

@@ -25,8 +25,10 @@ from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
+from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.kernels.triton.walk import Walk
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
 from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
 
@@ -51,6 +53,8 @@ class StepPrograms:
         scratch: Buffers of a step.
         caches: Pages and tables of the target, layer by layer.
         logits: [MAX_ROWS, V] float32, written by ``rows`` and ``choose``.
+        costs: [2, MAX_ROWS + 1] float32 seconds of a step with so many rows, in narrow products and in wide
+            ones, by which ``propose`` cuts drafts; zeros keep all.
     """
 
     def __init__(
@@ -104,6 +108,9 @@ class StepPrograms:
         self.draft_group = DRAFT_FULL_GROUP
         if drafter is not None and drafter.config.window is not None:
             self.draft_group = DRAFT_SLIDING_GROUP
+        spark = self.drafter.spark if self.drafter is not None else None
+        self._walk = Walk.allocate(len(spark.bias), self.device) if spark is not None else None
+        self.costs = torch.zeros(2, MAX_ROWS + 1, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -239,7 +246,7 @@ class StepPrograms:
             layer=self._run_layer,
         )
 
-    def _draft_step(self, cols: int, *, logits: bool = False) -> DraftStep:
+    def _draft_step(self, cols: int, *, filters: bool = False) -> DraftStep:
         assert self.drafter is not None
         assert self._features is not None
         return DraftStep(
@@ -252,7 +259,9 @@ class StepPrograms:
             self.scratch,
             self._features,
             token_map=self._token_map,
-            logits=self.logits if logits else None,
+            logits=self.logits if filters and self._walk is None else None,
+            walk=self._walk,
+            filters=self._filters if filters else None,
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
@@ -271,13 +280,17 @@ class StepPrograms:
             mask_token=self.drafter.mask_token if self.drafter is not None else 0,
         )
 
+    @cached_property
+    def _filters(self) -> Filters:
+        return Filters(*(self.state.fields[name] for name in ("top_k", "top_p", "log_min_p")))
+
     def _filter(self, cols: int, tokens: Tensor, position_offset: int, *, is_draft: bool = False) -> None:
         if self._filtered:
-            inputs, state = self._inputs, self.state.fields
+            inputs = self._inputs
             choose_filtered(
                 self.logits,
                 tokens,
-                Filters(state["top_k"], state["top_p"], state["log_min_p"]),
+                self._filters,
                 inputs.seeds,
                 inputs.temperatures,
                 self.rows,
@@ -312,9 +325,31 @@ class StepPrograms:
     def _propose(self, cols: int) -> None:
         # A drafter with a vocabulary of its own drafts unfiltered: its logits are of other tokens.
         is_filtered = self._filtered and self._token_map is None
-        self._draft_step(cols, logits=is_filtered).propose()
-        if is_filtered:
+        self._draft_step(cols, filters=is_filtered).propose()
+        if is_filtered and self._walk is None:
             self._filter(cols, self._inputs.input_ids, 0, is_draft=True)
+        if self._walk is not None:
+            self._schedule(cols, self._walk)
+
+    def _schedule(self, cols: int, walk: Walk) -> None:
+        """Keep the drafts worth verifying, where the drafter says how confident it is."""
+        assert self.drafter is not None
+        assert self.drafter.spark is not None
+        if self.drafter.spark.confidence is None:
+            return
+        inputs, state = self._inputs, self.state.fields
+        schedule(
+            walk.guesses,
+            self.drafter.spark,
+            self.costs[int(cols > NARROW)],
+            state["chances"],
+            state["cut"],
+            inputs.input_ids,
+            inputs.seeds,
+            inputs.temperatures,
+            self.rows,
+            self._launch(cols),
+        )
 
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()

@@ -41,6 +41,8 @@ _FIELDS: tuple[tuple[str, int, str], ...] = (
     ("emitted", MAX_ROWS, "int32"),
     ("accepted", MAX_ROWS, "int32"),
     ("drafted", MAX_ROWS, "int32"),
+    ("cut", MAX_ROWS, "int32"),
+    ("chances", MAX_ROWS, "float32"),
     ("top_k", MAX_ROWS, "int32"),
     ("top_p", MAX_ROWS, "float32"),
     ("log_min_p", MAX_ROWS, "float32"),

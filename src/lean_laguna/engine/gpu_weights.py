@@ -16,10 +16,12 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.model_config import Gating, LagunaConfig
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dflash_layers import DFlashLayer
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.laguna_layers import MLP, Attention, DecoderLayer, SparseMoe
 from lean_laguna.models.packing import stack_rows
 from lean_laguna.models.rope import inverse_frequencies
+from lean_laguna.spec.confidence import Calibration
 
 if TYPE_CHECKING:
     from lean_laguna.core.rope_config import RopeConfig
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         AttentionWeights,
         DrafterWeights,
         LayerWeights,
+        SparkWeights,
         SparseWeights,
         TargetWeights,
     )
@@ -47,8 +50,8 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
         return "the target's weights are quantised"
     reason = _why_not_target(target.config)
     if reason is None and drafter is not None:
-        if type(drafter) is not DFlashDrafter:
-            return f"they run DFlash drafters with plain weights, not {type(drafter).__name__}"
+        if type(drafter) not in (DFlashDrafter, DSparkDrafter):
+            return f"they run DFlash and DSpark drafters with plain weights, not {type(drafter).__name__}"
         reason = _why_not_drafter(drafter.config)
     return reason
 
@@ -185,7 +188,29 @@ def drafter_weights(drafter: DFlashDrafter, max_positions: int) -> DrafterWeight
             k_norms=torch.stack([layer.self_attn.k_norm for layer in modules]),
             mask_token=config.mask_token_id,
             eps=config.rms_norm_eps,
+            spark=_spark(drafter) if isinstance(drafter, DSparkDrafter) else None,
         )
+
+
+def _spark(drafter: DSparkDrafter) -> SparkWeights:
+    from lean_laguna.kernels.triton.launch import MAX_ROWS
+    from lean_laguna.kernels.triton.weights import SparkWeights
+
+    heads, bias = drafter.heads, drafter.confidence_bias
+    greedy = Calibration(heads.greedy_temperatures, heads.greedy_biases).padded(MAX_ROWS)
+    sampled = Calibration(heads.sampled_temperatures, heads.sampled_biases).padded(MAX_ROWS)
+    device = drafter.fc.weight.device
+    weight = drafter.confidence_weight
+    return SparkWeights(
+        before=_plain(drafter.markov_w1),
+        bias=_plain(drafter.markov_w2),
+        confidence=None if weight is None else _plain(weight)[0],
+        confidence_bias=None if bias is None else bias.detach(),
+        scales=1.0 / torch.tensor([greedy[0], sampled[0]], device=device),
+        offsets=torch.tensor([greedy[1], sampled[1]], device=device),
+        is_shifted=drafter.config.sample_from_anchor,
+        max_drafts=drafter.config.max_draft_tokens,
+    )
 
 
 def _draft_layer(config: DFlashConfig, layer: DFlashLayer, rotary: tuple[Tensor, Tensor]) -> LayerWeights:

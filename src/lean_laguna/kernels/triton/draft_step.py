@@ -1,22 +1,24 @@
-"""A DFlash drafter's step on static buffers: context from verified rows, then drafts for the next rows.
+"""A drafter's step on static buffers: context from verified rows, then drafts for the next rows.
 
 The block's keys are written to the cache at their positions, where the next step's context overwrites them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lean_laguna.kernels.triton.context import append_context
-from lean_laguna.kernels.triton.head import sample
+from lean_laguna.kernels.triton.filters import Filters, choose_filtered
+from lean_laguna.kernels.triton.head import sample, write_logits
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import project
 from lean_laguna.kernels.triton.step import Inputs, LayerRunner, Scratch, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
+from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
 from lean_laguna.kernels.triton.weights import DrafterWeights
 
 
@@ -34,7 +36,9 @@ class DraftStep:
         scratch: Buffers, shared with the target.
         features: Buffers of the context.
         token_map: [V] int what to add to a reduced vocabulary's ids, or None.
-        logits: [MAX_ROWS, V] float32, written by ``propose``, or None.
+        logits: [MAX_ROWS, V] float32, written by ``propose`` unless it walks, or None.
+        walk: Of a DSpark drafter, or None.
+        filters: What a walk's drafts are filtered by, or None.
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
@@ -50,6 +54,8 @@ class DraftStep:
     features: Features
     token_map: Tensor | None = None
     logits: Tensor | None = None
+    walk: Walk | None = None
+    filters: Filters | None = None
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
@@ -92,13 +98,16 @@ class DraftStep:
 
     def propose(self) -> None:
         """Fill every row of ``inputs.input_ids`` but each request's first with a draft token."""
-        weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
+        weights, inputs, scratch, launch = self.weights, self._block(), self.scratch, self.launch
         rows = inputs.rows
         embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)
         for i, layer in enumerate(weights.layers):
             cache = (self.cache[0][i], self.cache[1][i])
             self.layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
         rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
+        if weights.spark is not None:
+            self._walk()
+            return
         sample(
             scratch.normed,
             self.head,
@@ -116,15 +125,67 @@ class DraftStep:
             token_map=self.token_map,
         )
 
+    def _block(self) -> Inputs:
+        """Return the rows of the block: without each request's last where it predicts nothing.
+
+        A causal block need not leave that row out: no other sees it.
+        """
+        weights, rows, features = self.weights, self.inputs.rows, self.features
+        if weights.spark is None or not weights.spark.is_shifted or weights.layers[0].attention.shape.causal:
+            return self.inputs
+        torch.sub(rows.row_count, 1, out=features.row_count).clamp_(min=0)
+        return replace(self.inputs, rows=replace(rows, row_count=features.row_count))
+
+    def _walk(self) -> None:
+        """Find draft after draft from the block's logits."""
+        spark, walk, inputs, launch = self.weights.spark, self.walk, self.inputs, self.launch
+        assert spark is not None
+        assert walk is not None
+        hidden, rows = self.scratch.normed, inputs.rows
+        start_walk(walk)
+        write_logits(hidden, self.head, walk.logits, rows.num_rows, self.tiles.head, launch)
+        for step in range(1, min(spark.max_drafts, launch.cols - 1) + 1):
+            walk_on(
+                step,
+                spark,
+                walk,
+                inputs.input_ids,
+                inputs.seeds,
+                inputs.temperatures,
+                rows,
+                launch,
+                token_map=self.token_map,
+                keeps_logits=self.filters is not None,
+            )
+            if self.filters is not None:
+                choose_filtered(
+                    walk.logits,
+                    inputs.input_ids,
+                    self.filters,
+                    inputs.seeds,
+                    inputs.temperatures,
+                    rows,
+                    launch,
+                    position_offset=0,
+                    is_draft=True,
+                    words=walk.words,
+                    is_shifted=spark.is_shifted,
+                )
+        finish_walk(spark, walk, hidden, inputs.input_ids, rows, launch, token_map=self.token_map)
+
 
 @dataclass(frozen=True)
 class Features:
-    """Buffers of the context: taps [MAX_ROWS, m, D], joined and normed [MAX_ROWS, D], kv of all layers."""
+    """Buffers of the context: taps [MAX_ROWS, m, D], joined and normed [MAX_ROWS, D], kv of all layers.
+
+    ``row_count`` [MAX_ROWS] int32 is a block's that is a row shorter than its drafts and anchor.
+    """
 
     taps: Tensor
     joined: Tensor
     normed: Tensor
     kv: Tensor
+    row_count: Tensor
 
     @classmethod
     def allocate(cls, weights: DrafterWeights) -> Features:
@@ -139,4 +200,5 @@ class Features:
             joined=empty(MAX_ROWS, D),
             normed=empty(MAX_ROWS, D),
             kv=empty(MAX_ROWS, weights.context_kv.shape[0]),
+            row_count=torch.zeros(MAX_ROWS, dtype=torch.int32, device=weights.fc.device),
         )

@@ -55,6 +55,8 @@ def _filter_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     DRAFT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0)
     request = tl.load(row_request_ptr + row)
@@ -67,8 +69,8 @@ def _filter_kernel(
     if is_on:
         i = tl.arange(0, BLOCK)
         known = i < N
-        value = tl.load(values_ptr + row * N + i, mask=known, other=float("-inf"))
-        token = tl.load(ids_ptr + row * N + i, mask=known, other=0).to(tl.int32)
+        value = tl.load(values_ptr + (row - SHIFT) * N + i, mask=known, other=float("-inf"))
+        token = tl.load(ids_ptr + (row - SHIFT) * N + i, mask=known, other=0).to(tl.int32)
         scaled = (value - tl.max(value, 0)) / temperature
         kept = known & (scaled >= tl.load(log_min_p_ptr + request))
         kth = tl.max(tl.where(i == tl.minimum(top_k, N) - 1, value, float("-inf")), 0)
@@ -81,6 +83,8 @@ def _filter_kernel(
         noisy = tl.where(kept, scaled + gumbel(seed, position, token), float("-inf"))
         best = tl.max(noisy, 0)
         chosen = tl.min(tl.where(kept & (noisy == best), token, 2147483647), 0)
+        if WORDS:
+            chosen = (0xFFFFFFFF - chosen.to(tl.int64)) | (-1 << 63)
         tl.store(token_ptr + row, chosen)
 
 
@@ -95,6 +99,8 @@ def choose_filtered(
     *,
     position_offset: int,
     is_draft: bool = False,
+    words: Tensor | None = None,
+    is_shifted: bool = False,
 ) -> None:
     """Choose anew for the rows whose requests filter; others keep their tokens.
 
@@ -108,13 +114,15 @@ def choose_filtered(
         launch: What the launches of a step share.
         position_offset: As for ``head.sample``.
         is_draft: The first row of each request keeps its token.
+        words: [MAX_ROWS] int64 of a walk, or None: then the choice goes there instead, below all real scores.
+        is_shifted: A row's logits are those of the row before.
     """
     count = min(MAX_TOP_K, logits.shape[1])
     values, ids = torch.topk(logits, count, dim=1)
     _filter_kernel[(MAX_ROWS,)](
         values,
         ids,
-        tokens,
+        tokens if words is None else words,
         seeds,
         temperatures,
         rows.positions,
@@ -128,5 +136,7 @@ def choose_filtered(
         N=count,
         BLOCK=power_of_two(count),
         DRAFT=is_draft,
+        WORDS=words is not None,
+        SHIFT=int(is_shifted),
         num_warps=1,
     )

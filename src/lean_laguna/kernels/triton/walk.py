@@ -1,8 +1,8 @@
-"""A DSpark drafter's walk on the device: each draft from the block's logits and a bias by the token before it.
+"""A DSpark drafter's walk on the device: each draft from the block's logits and a bias by the token before.
 
-One launch a draft, for all requests at once: columns are rows of the step, those whose turn it is are live. A
-row's best token so far is one 64-bit word, its score above its id, so programs need no second pass. Drafts are
-drawn as ``head`` draws: the noise of seed, position and token.
+One launch a draft, for all requests at once: columns are rows of the step, those whose turn it is are live.
+A row's best token so far is one 64-bit word, its score above its id, so programs need no second pass. Drafts
+are drawn as ``head`` draws: the noise of seed, position and token.
 
 Source: DSpark (arXiv 2607.05147), the vanilla Markov head.
 """
@@ -177,7 +177,6 @@ def _finish_kernel(
             guess = tl.sum(h * weight, 0) + tl.load(confidence_bias_ptr).to(tl.float32)
             if WITH_MARKOV:
                 r = tl.arange(0, BLOCK_R)
-                # Rows are read before any of their ids changes only at a request's start: its anchor stays.
                 before = token_before(ids_ptr, words_ptr, map_ptr, row, index, True, MAP).to(tl.int64)
                 e = tl.load(before_ptr + before * R + r, mask=r < R, other=0.0).to(tl.float32)
                 weight = tl.load(confidence_ptr + D + r, mask=r < R, other=0.0).to(tl.float32)

@@ -105,6 +105,7 @@ class SparkWeights:
         scales: [2, MAX_ROWS] float32 what each draft's confidence logit is multiplied by; greedy, sampled.
         offsets: [2, MAX_ROWS] float32 what is added then.
         is_shifted: A row is for the token after it, so an anchor's row has a draft and the last row none.
+        max_drafts: Drafts of the longest block.
     """
 
     before: Tensor
@@ -114,6 +115,7 @@ class SparkWeights:
     scales: Tensor
     offsets: Tensor
     is_shifted: bool
+    max_drafts: int
 
 
 @dataclass(frozen=True)
