@@ -240,7 +240,7 @@ def write_logits(
     V, D = weight.shape
     _head_kernel[(cdiv(V, tile.block_n),)](
         x,
-        weight,
+        operand(weight),
         logits,
         *[num_rows] * 5,
         num_rows,
