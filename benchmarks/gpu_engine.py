@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import hashlib
 import json
+import pstats
 import random
 import time
 import traceback
@@ -20,13 +22,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_memory import Meter, beyond
 
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
-PARTS = ("nano", "speed", "long", "streams", "hashes", "soak")
+PARTS = ("nano", "speed", "long", "streams", "hashes", "soak", "memory")
 
 
 def tokens(n: int, seed: int, vocab: int) -> list[int]:
@@ -42,6 +45,9 @@ class Bench:
         self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
         self._xs: LLM | None = None
         self.seed = 0
+        self.meter = Meter()
+        if "memory" in args.parts.split(","):
+            self.meter.watch_engine()
 
     def left(self) -> float:
         return float(self.args.budget) - (time.monotonic() - self.begin)
@@ -176,23 +182,19 @@ class Bench:
                 "to_first_token_s": round(loaded + first_s, 1),
                 "synthetic": True,
             }
-            if torch.cuda.is_available():
-                self.found["memory"] = self.memory()
+            self.meter.note("first request")
         return self._xs
 
     def memory(self) -> dict[str, Any]:
-        assert self._xs is not None
-        engine: Any = self._xs.engine
-        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.parameters()}
-        free, total = torch.cuda.mem_get_info()
-        planned = sum(weights.values()) + engine.kv_bytes
-        gib = 2**30
-        return {
-            "weights_gib": round(sum(weights.values()) / gib, 2),
-            "kv_gib": round(engine.kv_bytes / gib, 2),
-            "beyond_allocated_gib": round((torch.cuda.max_memory_allocated() - planned) / gib, 2),
-            "beyond_used_gib": round((total - free - planned) / gib, 2),
-        }
+        """What is used beyond weights and pages: at the end of what ran before, stage by stage."""
+        if "long" not in self.found:
+            self.once(100 if self.args.tiny else 32768, 4, None)
+        self.meter.note("all requests after the first")
+        if not torch.cuda.is_available():
+            return {"stages_mib": self.meter.lines}
+        engine: Any = self.xs().engine
+        found = beyond(self.parameters(), engine.kv_bytes)
+        return found | {"stages_mib": self.meter.lines, "before_any_context_mib": self.meter.before_mib}
 
     def parameters(self) -> list[torch.Tensor]:
         engine: Any = self._xs.engine if self._xs is not None else None
@@ -249,16 +251,20 @@ class Bench:
         return {"no drafter": self.runs(prompt, new, 0, 2), "k=7": self.runs(prompt, new, 7, 2)}
 
     def streams(self) -> dict[str, Any]:
-        """Streams at once, 512 tokens of prompt each, all decoding together."""
+        """Streams at once, 512 tokens of prompt each, all decoding together; the engine's choice last.
+
+        The choice is timed twice: while the engine still measures the lengths, and with what it then knows.
+        """
         result: dict[str, Any] = {"synthetic": True}
         self.xs()
+        prompt, new = (16, 6) if self.args.tiny else (512, 161)
         for count in (1, 2) if self.args.tiny else (1, 2, 4, 8, 16):
-            for k in (0, 3, 7, None):
+            for label in ("0", "1", "3", "5", "7", "auto at first", "auto"):
                 if self.left() < 8:
                     break
-                new = 6 if self.args.tiny else 161
-                rate = self.together(count, 16 if self.args.tiny else 512, new, k)
-                result[f"{count} streams, k={'auto' if k is None else k}"] = round(rate, 1)
+                k = None if label.startswith("auto") else int(label)
+                rate = self.together(count, prompt, new, k)
+                result[f"{count} streams, k={label}"] = round(rate, 1)
             result[f"{count} streams, chosen"] = self.xs().stats().draft_length_reason
         return result
 
@@ -314,40 +320,57 @@ class Bench:
 
     def soak(self) -> dict[str, Any]:
         """Steps at T = 1 with cancellations and limits mixed in; the same bits at the end as at the start."""
-        steps = 30 if self.args.tiny else self.args.soak_steps
+        tiny = self.args.tiny
+        steps = 30 if tiny else self.args.soak_steps
         llm = self.nano_engine(7)
-        engine, draw = llm.engine, random.Random(0)
-        check = self.nano_requests(llm, 1.0, 2 if self.args.tiny else 16, 6 if self.args.tiny else 64)
+        check = self.nano_requests(llm, 1.0, 2 if tiny else 16, 6 if tiny else 64)
         before, _ = self.hashed(llm, check, time.monotonic() + 600)
         allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        counts = {"steps": 0, "aborted": 0, "requests": 0}
-        running: list[Any] = []
-        end = time.monotonic() + max(5.0, self.left() - 15)
-        while counts["steps"] < steps and time.monotonic() < end:
-            if len(running) < 20 and draw.random() < 0.15:
-                ids = tokens(draw.randint(1, 300 if not self.args.tiny else 12), draw.getrandbits(30), 4096)
-                params = SamplingParams(
-                    temperature=1.0, max_tokens=draw.randint(1, 200), seed=counts["steps"]
-                )
-                running.append(engine.add_request(ids, params))
-                counts["requests"] += 1
-            if running and draw.random() < 0.02:
-                engine.abort(running.pop(draw.randrange(len(running))).request_id)
-                counts["aborted"] += 1
-            engine.step()
-            counts["steps"] += 1
-            running = [state for state in running if not state.is_finished]
-        for state in running:
-            engine.abort(state.request_id)
+        start = time.monotonic()
+        counts = self.disturbed_steps(llm.engine, steps, start + max(5.0, self.left() - 15))
+        seconds = time.monotonic() - start
         after, _ = self.hashed(llm, check, time.monotonic() + 600)
         grown = torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0
-        held = [pool.num_in_use for pool in engine.scheduler.pools]
-        return {**counts, "same_bits": before == after, "bytes_grown": grown, "blocks_held": held}
+        held = [pool.num_in_use for pool in llm.engine.scheduler.pools]
+        found = {**counts, "seconds": round(seconds, 1), "same_bits": before == after}
+        return found | {"bytes_grown": grown, "blocks_held": held}
+
+    def disturbed_steps(self, engine: Any, steps: int, until: float) -> dict[str, int]:
+        """Take steps that have something to do, while requests of all draft lengths come, end and are cut."""
+        tiny, draw = self.args.tiny, random.Random(0)
+        counts = {"steps": 0, "aborted": 0, "requests": 0, "tokens": -engine.stats().num_generated_tokens}
+        running: list[Any] = []
+        profile = cProfile.Profile() if self.args.profile_host else None
+        while counts["steps"] < steps and time.monotonic() < until:
+            if profile is not None and counts["steps"] in (steps // 2, steps // 2 + 400):
+                profile.enable() if counts["steps"] == steps // 2 else profile.disable()
+            if len(running) < 20 and (not running or draw.random() < 0.1):
+                ids = tokens(draw.randint(1, 12 if tiny else 300), draw.getrandbits(30), 4096)
+                params = SamplingParams(
+                    temperature=1.0, max_tokens=draw.randint(1, 200), seed=counts["requests"]
+                )
+                drafts = draw.choice((0, 0, 1, 3, None))
+                running.append(engine.add_request(ids, params, num_speculative_tokens=drafts))
+                counts["requests"] += 1
+            if draw.random() < 0.02:
+                engine.abort(running.pop(draw.randrange(len(running))).request_id)
+                counts["aborted"] += 1
+            if running:
+                engine.step()
+                counts["steps"] += 1
+            running = [state for state in running if not state.is_finished]
+        counts["tokens"] += engine.stats().num_generated_tokens
+        for state in running:
+            engine.abort(state.request_id)
+        if profile is not None:
+            profile.disable()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(28)
+        return counts
 
     # --- the end
 
     def report(self) -> None:
-        for name in ("errors", "start", "memory", *PARTS):
+        for name in ("errors", "start", *PARTS):
             value = self.found.get(name)
             if isinstance(value, dict):
                 print(name)
@@ -366,6 +389,7 @@ def main() -> None:
     parser.add_argument("--nano-requests", type=int, default=400)
     parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
     parser.add_argument("--soak-steps", type=int, default=20_000)
+    parser.add_argument("--profile-host", action="store_true", help="where the soak's host time goes")
     parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
     parser.add_argument("--tiny", action="store_true")
     bench = Bench(parser.parse_args())
