@@ -1,0 +1,481 @@
+"""Our engine and vLLM on one card in one job: same shape, prompts, draft acceptance and way of measuring.
+
+    PYTHONPATH=src python benchmarks/gpu_beside_vllm.py --out FOLDER --vllm-site FOLDER [--plan NAMES]
+
+Each side runs in a process of its own, in turns, ours first and last; the card is empty in between. Both take
+random weights in Laguna-XS's shape with near-uniform routing, and accept drafts at given rates, so these are
+speeds, not texts. Decode is (n - 1) tokens over the time of n less the time of 1, as seen by the caller.
+Writes gpu_beside_vllm.json after every measurement and prints one table last. ``--tiny`` tries our
+side on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
+DRAFTS = len(RATES)
+STREAMS = (4, 2, 8, 16, 1)
+PLAN = "ours,vllm-plain,vllm-drafts,ours-again"
+SECONDS = {"ours": 110, "ours-again": 60, "vllm-plain": 125, "vllm-drafts": 140, "vllm-nvfp4": 110}
+SECONDS |= {"vllm-fp8": 110, "vllm-nvfp4-drafts": 120, "vllm-fp8-drafts": 120}
+Generate = Callable[[Sequence[list[int]], int], float]
+
+
+class Side:
+    """One engine in this process: measures, and writes what it has after every measurement."""
+
+    def __init__(self, args: argparse.Namespace, begin: float):
+        self.args, self.begin = args, begin
+        self.found: dict[str, Any] = {"errors": {}}
+        self.vocab = 4096 if args.tiny else 100352
+        self.seed = 0
+
+    def left(self) -> float:
+        return float(self.args.seconds) - (time.monotonic() - self.begin)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Return fresh random prompts: the same ones, in the same order, on either side."""
+        self.seed += 1
+        draw = random.Random(self.seed)
+        return [[draw.randrange(100, self.vocab - 100) for _ in range(length)] for _ in range(count)]
+
+    def measure(self, name: str, body: Callable[[], Any], needs_s: float = 4.0) -> None:
+        if self.left() < needs_s:
+            self.found["errors"][name] = "skipped: out of time"
+            return
+        start = time.monotonic()
+        try:
+            self.found[name] = body()
+        except Exception:
+            self.found["errors"][name] = traceback.format_exc()[-2000:]
+            print(traceback.format_exc()[-1500:], flush=True)
+        print(f"{name}: {self.found.get(name)} ({time.monotonic() - start:.1f} s)", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.found["seconds"] = round(time.monotonic() - self.begin, 1)
+        self.args.result.write_text(json.dumps(self.found, indent=1, default=str))
+
+    def one_stream(self, generate: Generate, prompt: int, new: int, repeats: int) -> dict[str, Any]:
+        """Return time to first token and decode speed of single requests."""
+        for warm in (8, 64):
+            generate(self.prompts(1, prompt), min(warm, new))
+        firsts = [generate(self.prompts(1, prompt), 1) for _ in range(max(3, repeats))]
+        rates = [
+            (new - 1) / (generate(self.prompts(1, prompt), new) - median(firsts)) for _ in range(repeats)
+        ]
+        return {
+            "ttft_ms": [round(1e3 * s, 1) for s in sorted(firsts)],
+            "tok_per_s": [round(r, 1) for r in sorted(rates)],
+        }
+
+    def many_streams(self, generate: Generate, count: int) -> list[float]:
+        """Return tokens a second of all streams together, after their prompts of 512."""
+        prompt, new = (12, 5) if self.args.tiny else (512, 257)
+        generate(self.prompts(count, prompt), min(new, 40))
+        firsts = [generate(self.prompts(count, prompt), 1) for _ in range(3)]
+        return [
+            round(count * (new - 1) / (generate(self.prompts(count, prompt), new) - median(firsts)), 1)
+            for _ in range(2)
+        ]
+
+    def all(self, ways: dict[str, Generate], streams: Sequence[int]) -> None:
+        """Measure the issue's figures in the order of their weight."""
+        tiny = self.args.tiny
+        short, new, long, few = (20, 8, 60, 4) if tiny else (2048, 513, 32768, 129)
+        for label, generate in ways.items():
+            self.measure(
+                f"{label}: 2048", lambda g=generate: self.one_stream(g, short, new, 2 if tiny else 5)
+            )
+        for label, generate in ways.items():
+            self.measure(f"{label}: 32768", lambda g=generate: self.one_stream(g, long, few, 2), 10)
+        for count in streams:
+            for label, generate in ways.items():
+                self.measure(f"{label}: {count} streams", lambda g=generate, n=count: self.many_streams(g, n))
+
+
+# --- our side
+
+
+def ours(args: argparse.Namespace, begin: float) -> None:
+    """Measure our engine without drafts, with seven, and with as many as it chooses."""
+    from lean_laguna.core.provenance import describe_run
+    from lean_laguna.core.types import SamplingParams
+    from lean_laguna.engine.llm import LLM
+
+    side = Side(args, begin)
+    side.found |= describe_run(None) | {"kernels": args.kernels, "synthetic": True}
+    shape = "nano" if args.tiny else "laguna-xs"
+    llm = LLM(
+        shape,
+        load_format="dummy",
+        shape=shape,
+        kernels=args.kernels,
+        max_model_len=256 if args.tiny else 33792,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=None if args.tiny else 16 << 30,
+        enable_prefix_caching=False,
+        speculative_config={
+            "model": "nano-dflash" if args.tiny else "dummy",
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": RATES,
+        },
+    )
+
+    def way(num_drafts: int | None) -> Generate:
+        def generate(prompts: Sequence[list[int]], new: int) -> float:
+            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+            start = time.perf_counter()
+            outputs = llm.generate(list(prompts), params, num_speculative_tokens=num_drafts)
+            seconds = time.perf_counter() - start
+            assert all(len(output.outputs[0].token_ids) == new for output in outputs)
+            return seconds
+
+        return generate
+
+    way(0)(side.prompts(1, 16), 2)
+    side.found["first_token_s"] = round(time.monotonic() - begin, 1)
+    ways = {"plain": way(0), "drafts": way(DRAFTS)}
+    is_again = args.side == "ours-again"
+    if not is_again:
+        side.measure("card", lambda: card(llm))
+        ways["own choice"] = way(None)
+    side.all(ways, () if is_again else STREAMS)
+    side.found["chosen"] = llm.stats().draft_length_reason
+    side.found["tokens_per_step"] = llm.stats().speculation.mean_acceptance_length
+    side.write()
+
+
+def card(llm: Any) -> dict[str, Any]:
+    """Return how fast this card reads, and what one row's step has to read."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from lean_laguna.engine.gpu_profile import read_bandwidth, step_bytes
+
+    rate = read_bandwidth(llm.engine.programs.device)
+    num_bytes = sum(step_bytes(llm.engine.programs, 2048).values())
+    return {"read_tb_s": round(rate / 1e12, 3), "bytes": num_bytes, "wall_tok_per_s": round(rate / num_bytes)}
+
+
+# --- vLLM's side
+
+
+def laguna_xs(layers: int = 40) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configurations of a target and a DFlash drafter as vLLM reads them."""
+    kinds = ["sliding_attention" if i % 4 else "full_attention" for i in range(layers)]
+    shared: dict[str, Any] = {
+        "model_type": "laguna",
+        "vocab_size": 100352,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "gating": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "sliding_window": 512,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "moe_routed_scaling_factor": 2.5,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+    swa = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 64.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.0,
+        "partial_rotary_factor": 0.5,
+    }
+    target = shared | {
+        "architectures": ["LagunaForCausalLM"],
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "num_attention_heads": 48,
+        "num_attention_heads_per_layer": [48 if kind == "full_attention" else 64 for kind in kinds],
+        "num_experts": 256,
+        "mlp_only_layers": [0],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
+        "rope_parameters": yarn,
+        "swa_rope_parameters": swa,
+        "partial_rotary_factor": 0.5,
+    }
+    drafter = shared | {
+        "architectures": ["DFlashLagunaForCausalLM"],
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention"] * 5,
+        "num_attention_heads": 64,
+        "num_attention_heads_per_layer": [64] * 5,
+        "num_experts": 0,
+        "mlp_only_layers": list(range(5)),
+        "mlp_layer_types": ["dense"] * 5,
+        "rope_parameters": swa,
+        "swa_rope_parameters": swa,
+        "partial_rotary_factor": 1.0,
+        "draft_vocab_size": 100352,
+        "block_size": 16,
+        "dflash_config": {
+            "target_layer_ids": [1, 13, 25, 33, 39],
+            "mask_token_id": 12,
+            "block_size": 16,
+            "causal": True,
+        },
+    }
+    return target, drafter
+
+
+def quantization(name: str) -> dict[str, Any]:
+    """Return compressed-tensors' description of experts and shared expert in NVFP4 or FP8, the rest BF16."""
+    weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
+    inputs: dict[str, Any] | None = None
+    if name == "nvfp4":
+        kind = "nvfp4-pack-quantized"
+        weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    else:
+        kind = "float-quantized"
+        weights |= {"num_bits": 8, "strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": kind}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp[.]gate$", "re:.*layers[.]0[.]mlp[.].*"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def spread_weights() -> None:
+    """Make vLLM's dummy weights spread: as they come, the routing bias sends every token the same way."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def spread(self: Any, model: torch.nn.Module, config: Any) -> None:
+        load(self, model, config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                weight = parameter.data
+                if "global_scale" in name:
+                    weight.fill_(256.0)  # a divisor: scales of 8 and codes of a few give about 0.1
+                elif "scale" in name:
+                    weight.copy_(torch.full_like(weight, 8.0 if weight.element_size() == 1 else 5e-4))
+                elif "norm" in name:
+                    weight.fill_(1.0)
+                elif "bias" in name:
+                    weight.zero_()
+                elif weight.dtype in (torch.bfloat16, torch.float32):
+                    weight.normal_(0.0, 0.02)
+                elif weight.dtype == torch.uint8:
+                    weight.random_(0, 256)
+                elif weight.dtype == torch.float8_e4m3fn:
+                    weight.view(torch.uint8).random_(0, 256).bitwise_and_(0xEF)  # no NaN
+
+    DummyModelLoader.load_weights = spread
+
+
+def vllm(args: argparse.Namespace, begin: float) -> None:
+    """Measure vLLM with CUDA graphs, with a drafter or without, quantised or not."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that the loader is ours to change
+    import vllm as package
+    from vllm import LLM, SamplingParams
+
+    side = Side(args, begin)
+    side.found |= {"vllm": package.__version__, "synthetic": True}
+    has_drafter, quantised = "drafts" in args.side, args.side.removeprefix("vllm-").split("-")[0]
+    target, drafter = laguna_xs()
+    if quantised in ("nvfp4", "fp8"):
+        target["quantization_config"] = quantization(quantised)
+    folders = [Path(tempfile.mkdtemp(prefix="laguna-")) for _ in range(2)]
+    for folder, config in zip(folders, (target, drafter), strict=True):
+        (folder / "config.json").write_text(json.dumps(config))
+    spread_weights()
+    rows = [n * (1 + DRAFTS if has_drafter else 1) for n in (1, 2, 4, 8, 16)]
+    options: dict[str, Any] = {
+        "model": str(folders[0]),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 33792,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "compilation_config": {"cudagraph_capture_sizes": rows},
+    }
+    if has_drafter:
+        options["speculative_config"] = {
+            "model": str(folders[1]),
+            "method": "dflash",
+            "num_speculative_tokens": DRAFTS,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": list(RATES),
+            "draft_load_config": {"load_format": "dummy"},
+        }
+    llm = LLM(**options)
+
+    def generate(prompts: Sequence[list[int]], new: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(output.outputs[0].token_ids) == new for output in outputs)
+        return seconds
+
+    generate(side.prompts(1, 16), 2)
+    side.found["first_token_s"] = round(time.monotonic() - begin, 1)
+    side.write()
+    side.all({"drafts" if has_drafter else "plain": generate}, STREAMS)
+    with contextlib.suppress(Exception):
+        counters = {
+            m.name: m.value for m in llm.get_metrics() if "spec_decode_num" in m.name and hasattr(m, "value")
+        }
+        steps = counters.get("vllm:spec_decode_num_drafts", 0)
+        side.found["counters"] = counters
+        if steps:
+            side.found["tokens_per_step"] = 1 + counters["vllm:spec_decode_num_accepted_tokens"] / steps
+    side.write()
+
+
+# --- both
+
+
+def card_state() -> str:
+    """Return what the card says of its memory, clocks and heat."""
+    fields = "memory.used,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return "no card"
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Run the plan's sides one after another, and print the table."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"rates": RATES, "sides": {}, "card_before": {}}
+    for name in args.plan.split(","):
+        result, log = args.out / f"{name}.json", args.out / f"{name}.log"
+        result.unlink(missing_ok=True)
+        found["card_before"][name] = card_state()
+        seconds = SECONDS[name] * args.scale
+        command = [sys.executable, __file__, "--side", name, "--result", str(result)]
+        command += ["--seconds", str(seconds - 8), "--kernels", args.kernels] + ["--tiny"] * args.tiny
+        environment = dict(os.environ)
+        if name.startswith("vllm"):
+            environment |= {"VLLM_USE_DEEP_GEMM": "0", "HF_HUB_OFFLINE": "1"}
+            environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONPATH": str(args.vllm_site)}
+        start = time.monotonic()
+        with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=seconds, check=False
+            )
+        took = round(time.monotonic() - start, 1)
+        side = json.loads(result.read_text()) if result.exists() else {"errors": {"start": "no result"}}
+        found["sides"][name] = side | {"process_s": took}
+        print(f"-- {name}: {took} s, errors {list(side['errors'])}", flush=True)
+        if side["errors"] or "plain: 2048" not in side:
+            print(log.read_text()[-1500:], flush=True)
+        (args.out / "gpu_beside_vllm.json").write_text(json.dumps(found, indent=1, default=str))
+    show(found["sides"])
+
+
+def best(entry: Any, key: str | None = None) -> float | None:
+    """Return the median of runs, None where there are none."""
+    values = entry.get(key) if isinstance(entry, dict) and key else entry
+    return float(median(values)) if isinstance(values, list) and values else None
+
+
+def show(sides: dict[str, Any]) -> None:
+    """Print ours beside vLLM's, line by line, and the ratio that the issue asks for."""
+    mine, again = sides.get("ours", {}), sides.get("ours-again", {})
+    others = {"plain": sides.get("vllm-plain", {}), "drafts": sides.get("vllm-drafts", {})}
+    print(f"\n{'one H200, Laguna-XS, random weights':44} {'ours':>9} {'again':>9} {'vLLM':>9} {'ratio':>7}")
+
+    def line(told: str, own: float | None, second: float | None, other: float | None) -> None:
+        texts = [f"{v:9.1f}" if v is not None else f"{'-':>9}" for v in (own, second, other)]
+        ratio = f"{own / other:7.2f}" if own and other else f"{'-':>7}"
+        print(f"{told:44} {' '.join(texts)} {ratio}")
+
+    for length in (2048, 32768):
+        for way in ("plain", "drafts", "own choice"):
+            key = f"{way}: {length}"
+            other = others.get("drafts" if way == "own choice" else way, {}).get(
+                key.replace("own choice", "drafts")
+            )
+            for measured, what in (("tok_per_s", "tok/s"), ("ttft_ms", "ms to first token")):
+                values = [best(one.get(key), measured) for one in (mine, again)]
+                line(f"{way}, prompt {length}, {what}", *values, best(other, measured))
+    for count in sorted(STREAMS):
+        for way in ("plain", "drafts", "own choice"):
+            own = best(mine.get(f"{way}: {count} streams"))
+            other = best(others.get(way, {}).get(f"{way}: {count} streams"))
+            line(f"{way}, {count} streams, tok/s in all", own, None, other)
+        bests = [
+            max(
+                (v for way in ways for s in group if (v := best(s.get(f"{way}: {count} streams")))),
+                default=None,
+            )
+            for group, ways in (((mine,), ("plain", "drafts", "own choice")), (others.values(), others))
+        ]
+        line(f"best setting of each, {count} streams", bests[0], None, bests[1])
+    for name in ("vllm-nvfp4", "vllm-nvfp4-drafts", "vllm-fp8", "vllm-fp8-drafts"):
+        for key, value in sides.get(name, {}).items():
+            if ": " in key:
+                print(f"{name} {key}: {value}")
+    wall = mine.get("card", {}).get("wall_tok_per_s")
+    plain = best(mine.get("plain: 2048"), "tok_per_s")
+    if wall and plain:
+        rate = mine["card"]["read_tb_s"]
+        print(f"read-only {rate} TB/s, wall {wall} tok/s: plain decode at {plain / wall:.1%} of it")
+    told = {n: (s.get("first_token_s"), s.get("tokens_per_step")) for n, s in sides.items()}
+    print(f"seconds to first token, tokens a step with drafts: {told}; chosen: {mine.get('chosen')}")
+
+
+def main() -> None:
+    """Run all sides, or one of them in this process."""
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--plan", default=PLAN, help=f"of {', '.join(SECONDS)}, with commas")
+    parser.add_argument("--vllm-site", type=Path, help="folder that vLLM 0.25.1 is installed in")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--scale", type=float, default=1.0, help="of every side's time limit")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--side", help="run one side in this process")
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--seconds", type=float, default=100.0)
+    args = parser.parse_args()
+    if args.side is None:
+        run_all(args)
+    else:
+        (vllm if args.side.startswith("vllm") else ours)(args, begin)
+
+
+if __name__ == "__main__":
+    main()
