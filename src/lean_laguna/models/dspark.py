@@ -78,8 +78,6 @@ class DSparkDrafter(DFlashDrafter):
 
     def add_bias(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return logits [R, V] float32 with the bias of rows [R, r] added; for serving."""
-        if self.d2t is None and self.markov_w2.dtype == logits.dtype:
-            return torch.addmm(logits, rows, self.markov_w2.T)  # one pass over the table
         return logits + self.markov_bias(rows).float()
 
     def confidence_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

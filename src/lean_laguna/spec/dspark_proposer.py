@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.kv_cache import KVCache
 from lean_laguna.spec.confidence import Calibration
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
+from lean_laguna.spec.markov_rows import Float32Array, MarkovRows
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, TargetEnds
 from lean_laguna.spec.sampling import sample_next_drafts
@@ -36,6 +38,7 @@ class DSparkProposer(DFlashProposer):
         """Pair a drafter with the target whose embedding and lm_head it borrows."""
         super().__init__(drafter, target)
         self.schedule = DraftSchedule() if drafter.confidence_weight is not None else None
+        self._rows = MarkovRows(drafter)
         heads, count = drafter.heads, drafter.config.max_draft_tokens
         self._greedy = Calibration(heads.greedy_temperatures, heads.greedy_biases).padded(count)
         self._sampled = Calibration(heads.sampled_temperatures, heads.sampled_biases).padded(count)
@@ -87,6 +90,7 @@ class DSparkProposer(DFlashProposer):
         starts = [0]
         for _, length in drafted:
             starts.append(starts[-1] + length)
+        heads = _Heads(self.drafter, self._rows, hidden, logits, wants_guesses=costs is not None)
         tokens: list[list[int]] = [[] for _ in drafted]
         survival: list[list[float]] = [[] for _ in drafted]
         for k in range(max(length for _, length in drafted)):
@@ -97,16 +101,13 @@ class DSparkProposer(DFlashProposer):
                 for i, request in zip(going_on, requests, strict=True)
             ]
             at = [starts[i] + k for i in going_on]
-            rows = self.drafter.markov_rows(torch.tensor(before, device=logits.device))
-            # Slices of single rows are views: on a CPU the number of operations decides.
-            own = slice(at[0], at[0] + 1) if len(at) == 1 else at
-            biased = self.drafter.add_bias(logits[own], rows)
+            biased = heads.biased(at, before)
             following = sample_next_drafts(biased, requests, [tokens[i] for i in going_on], noise)
             for i, token in zip(going_on, following, strict=True):
                 tokens[i].append(token)
             if costs is None:
                 continue
-            guesses = self.drafter.confidence_logits(hidden[own], rows).tolist()
+            guesses = heads.guesses(at, before)
             for i, request, guess in zip(going_on, requests, guesses, strict=True):
                 temperatures, biases = self._greedy if request.params.temperature == 0 else self._sampled
                 reached = survival[i][-1] if k else 1.0
@@ -115,6 +116,38 @@ class DSparkProposer(DFlashProposer):
             if not costs.may_pay(survival, k + 1):
                 break
         return tokens, survival
+
+
+class _Heads:
+    """The two heads over one block; on a CPU by what is kept of each token."""
+
+    def __init__(
+        self, drafter: DSparkDrafter, rows: MarkovRows, hidden: Tensor, logits: Tensor, *, wants_guesses: bool
+    ):
+        self._drafter, self._rows, self._hidden, self._logits = drafter, rows, hidden, logits
+        self._array: Float32Array | None = logits.numpy() if logits.is_cpu else None
+        if self._array is not None:
+            rows.refresh()
+            self._guesses = rows.guesses(hidden) if wants_guesses else []
+
+    def biased(self, slots: list[int], before: list[int]) -> Tensor:
+        """Return the logits of some slots with the bias by the tokens before them, [R, V]."""
+        if self._array is not None:
+            biases = self._rows.biases(before)
+            return torch.from_numpy(
+                np.stack([self._array[at] + bias for at, bias in zip(slots, biases, strict=True)])
+            )
+        markov = self._drafter.markov_rows(torch.tensor(before, device=self._logits.device))
+        return self._drafter.add_bias(self._logits[slots], markov)
+
+    def guesses(self, slots: list[int], before: list[int]) -> list[float]:
+        """Return the confidence logits of some slots."""
+        if self._array is not None:
+            after = zip(slots, before, strict=True)
+            return [self._guesses[at] + self._rows.guess_after(token) for at, token in after]
+        markov = self._drafter.markov_rows(torch.tensor(before, device=self._logits.device))
+        values: list[float] = self._drafter.confidence_logits(self._hidden[slots], markov).tolist()
+        return values
 
 
 def make_proposer(drafter: DFlashDrafter, target: TargetEnds) -> DFlashProposer:
