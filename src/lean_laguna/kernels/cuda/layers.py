@@ -11,9 +11,10 @@ from lean_laguna.kernels.cuda import attention as cuda_attention
 from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
 from lean_laguna.kernels.triton.attention import attend
+from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.projection import gate_up, project
-from lean_laguna.kernels.triton.step import Inputs, Scratch, rows_of, run_experts
+from lean_laguna.kernels.triton.step import Inputs, Scratch, project_qkv, rows_of, run_experts
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
 
@@ -100,10 +101,10 @@ class CudaLayers:
         shape, n = attention.shape, rows.num_rows
         qkv = rows_of(scratch.qkv, shape.width)
         heads = rows_of(scratch.heads, shape.num_heads * shape.head_dim)
-        if products.fits_project(attention.qkv):
+        if products.fits_project(attention.qkv) and attention.gate is None:
             products.project(hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch)
         else:
-            project(hidden, attention.qkv, qkv, n, tiles.qkv, launch, norm=attention.input_norm, eps=eps)
+            project_qkv(attention, hidden, qkv, n, tiles, launch, eps)
         norms = (attention.q_norm, attention.k_norm)
         if cuda_attention.fits_attention(shape):
             workspace = self._workspace
@@ -129,7 +130,7 @@ class CudaLayers:
 
     @staticmethod
     def _add(
-        x: Tensor, weight: Tensor, hidden: Tensor, n: Tensor, tiles: Tiles, launch: Launch, tap: Tensor | None
+        x: Tensor, weight: Weight, hidden: Tensor, n: Tensor, tiles: Tiles, launch: Launch, tap: Tensor | None
     ) -> None:
         if products.fits_project_add(weight):
             products.project_add(x, weight, hidden, n, launch, tap)

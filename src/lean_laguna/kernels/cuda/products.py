@@ -6,12 +6,15 @@ keeps every other shape and every other card. A shape always takes the same kern
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.triton.experts import Routing
+from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
@@ -37,10 +40,10 @@ def _ring(num_loads: int, most: int = 0) -> int:
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
 
 
-def fits_project(weight: Tensor, *, gated: bool = False) -> bool:
+def fits_project(weight: Weight, *, gated: bool = False) -> TypeGuard[Tensor]:
     """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
     n, k = weight.shape
-    return k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16
+    return isinstance(weight, Tensor) and k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16
 
 
 def project(
@@ -90,9 +93,9 @@ def project(
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
-def fits_project_add(weight: Tensor) -> bool:
+def fits_project_add(weight: Weight) -> TypeGuard[Tensor]:
     """Say whether ``project_add`` takes a weight [N, K]."""
-    return weight.shape[1] % THREADS == 0 and weight.shape[0] % 16 == 0
+    return isinstance(weight, Tensor) and weight.shape[1] % THREADS == 0 and weight.shape[0] % 16 == 0
 
 
 def project_add(
@@ -131,7 +134,9 @@ def fits_experts(mlp: SparseWeights) -> bool:
     experts, n, f = mlp.down.shape
     fs = mlp.shared_down.shape[1]
     return (
-        experts % 32 == 0
+        all(isinstance(weight, Tensor) for weight in (mlp.gate_up, mlp.down, mlp.shared_down))
+        and mlp.shared_gate_up is None
+        and experts % 32 == 0
         and experts <= MAX_EXPERTS
         and n % THREADS == 0
         and n <= 4096

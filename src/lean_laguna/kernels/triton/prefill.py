@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import Packed, Weight, decode
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
@@ -79,6 +80,7 @@ class PrefillScratch:
         work: Flat; what lives within one block of a layer.
         keys: Keys and values of one layer in order of position, [S, J, P] each.
         sort: A chunk's rows by expert.
+        decoded: Flat; one packed weight at a time, decoded for the library.
     """
 
     rows: int
@@ -90,6 +92,7 @@ class PrefillScratch:
     work: Tensor
     keys: tuple[Tensor, Tensor]
     sort: ExpertSort
+    decoded: Tensor
 
     @classmethod
     def allocate(
@@ -133,12 +136,24 @@ class PrefillScratch:
                 top_k=max((m.top_k for m in sparse), default=1),
                 device=device,
             ),
+            decoded=empty(max((w.shape[0] * w.shape[1] for w in _packed_linears(weights)), default=0)),
         )
 
 
-def _has_library(weight: Tensor) -> bool:
+def _packed_linears(weights: TargetWeights) -> list[Packed]:
+    """Return the packed weights that the library multiplies; banks of experts are decoded by their kernels."""
+    linears: list[Weight | None] = []
+    for layer in weights.layers:
+        mlp = layer.mlp
+        linears += [layer.attention.qkv, layer.attention.gate, layer.attention.out]
+        linears += [mlp.gate_up, mlp.down] if isinstance(mlp, DenseWeights) else []
+        linears += [mlp.shared_gate_up, mlp.shared_down] if isinstance(mlp, SparseWeights) else []
+    return [weight for weight in linears if isinstance(weight, Packed)]
+
+
+def _has_library(weight: Weight) -> bool:
     """Say whether cuDNN's attention may be used: where it was measured, and newer."""
-    if not weight.is_cuda or weight.dtype == torch.float32:
+    if weight.device.type != "cuda" or weight.dtype == torch.float32:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -156,7 +171,7 @@ def _attention_width(layer: LayerWeights) -> int:
 def _mlp_width(mlp: DenseWeights | SparseWeights) -> int:
     if isinstance(mlp, DenseWeights):
         return mlp.gate_up.shape[0] + mlp.down.shape[1]
-    wide = mlp.router_gate_up.shape[0] + mlp.shared_down.shape[1]
+    wide = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1]
     return wide + mlp.top_k * (mlp.down.shape[2] + mlp.down.shape[1])
 
 
@@ -291,7 +306,9 @@ class PrefillStep:
         shape, eps = attention.shape, self.weights.eps
         qkv, heads = _split(scratch.work, rows, shape.width, shape.num_heads * shape.head_dim)
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
-        torch.mm(normed, attention.qkv.t(), out=qkv)
+        self._multiply(normed, attention.qkv, qkv[:, : attention.qkv.shape[0]])
+        if attention.gate is not None:
+            self._multiply(normed, attention.gate, qkv[:, attention.qkv.shape[0] :])
         norms, cache, n = (attention.q_norm, attention.k_norm), self.caches.layers[i], scratch.length
         ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         tile, lowest = self._tiles.attention(shape), lowest_key(shape, first)
@@ -304,8 +321,13 @@ class PrefillStep:
         attend_chunk(
             qkv, heads, keys, table, shape, first, n, tile, begin=begin, past=past, past_keys=past_keys
         )
-        torch.mm(heads, attention.out.t(), out=delta)
+        self._multiply(heads, attention.out, delta)
         add_norm(scratch.hidden[:rows], delta, layer.mlp.norm, normed, n, eps)
+
+    def _multiply(self, x: Tensor, weight: Weight, out: Tensor) -> None:
+        """Write x @ weight^T with the library; a packed weight is decoded whole first, once a chunk."""
+        plain = decode(weight, self.scratch.decoded) if isinstance(weight, Packed) else weight
+        torch.mm(x, plain.t(), out=out)
 
     def _library_keys(self, first: int, tile: AttentionTile) -> int:
         """Return how many of the keys before a chunk from position ``first`` on the library takes."""
@@ -318,9 +340,9 @@ class PrefillStep:
         scratch = self.scratch
         both, act = _split(scratch.work, rows, mlp.gate_up.shape[0], mlp.down.shape[1])
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
-        torch.mm(normed, mlp.gate_up.t(), out=both)
+        self._multiply(normed, mlp.gate_up, both)
         silu_and_mul(both, act, scratch.length)
-        torch.mm(act, mlp.down.t(), out=delta)
+        self._multiply(act, mlp.down, delta)
         add_norm(scratch.hidden[:rows], delta, after, normed, scratch.length, self.weights.eps, tap=tap)
 
     def _run_experts(self, mlp: SparseWeights, rows: int, after: Tensor, tap: Tensor | None) -> None:
@@ -330,9 +352,11 @@ class PrefillStep:
         FS = mlp.shared_down.shape[1]
         both, shared, act, terms = _split(scratch.work, rows, E + 2 * FS, FS, A * F, A * D)
         normed, delta = scratch.normed[:rows], scratch.delta[:rows]
-        torch.mm(normed, mlp.router_gate_up.t(), out=both)
+        self._multiply(normed, mlp.router_gate_up, both[:, : mlp.router_gate_up.shape[0]])
+        if mlp.shared_gate_up is not None:
+            self._multiply(normed, mlp.shared_gate_up, both[:, E:])
         silu_and_mul(both[:, E:], shared, scratch.length)
-        torch.mm(shared, mlp.shared_down.t(), out=delta)
+        self._multiply(shared, mlp.shared_down, delta)
         tile = self._tiles.experts
         sort_by_expert(
             both,

@@ -15,13 +15,20 @@ from torch import Tensor
 from lean_laguna.kernels.triton.attention import attend
 from lean_laguna.kernels.triton.expert_down import expert_down
 from lean_laguna.kernels.triton.experts import Routing, expert_gate_up
+from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.head import sample
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.tiles import Tiles
-from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
+from lean_laguna.kernels.triton.weights import (
+    AttentionWeights,
+    DenseWeights,
+    LayerWeights,
+    SparseWeights,
+    TargetWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Scratch:
     best: tuple[Tensor, Tensor]
 
     @classmethod
-    def allocate(cls, layers: tuple[LayerWeights, ...], head: Tensor, tiles: Tiles) -> Scratch:
+    def allocate(cls, layers: tuple[LayerWeights, ...], head: Weight, tiles: Tiles) -> Scratch:
         """Return buffers wide enough for every layer given.
 
         Args:
@@ -163,7 +170,7 @@ def run_layer(
     shape = attention.shape
     qkv, heads = rows_of(scratch.qkv, shape.width), rows_of(scratch.heads, shape.num_heads * shape.head_dim)
     n, hidden = rows.num_rows, scratch.hidden
-    project(hidden, attention.qkv, qkv, n, tiles.qkv, launch, norm=attention.input_norm, eps=eps)
+    project_qkv(attention, hidden, qkv, n, tiles, launch, eps)
     norms = (attention.q_norm, attention.k_norm)
     attend(qkv, heads, norms, layer.rotary, cache, table, rows, scratch.partial, shape, launch, eps=eps)
     project(heads, attention.out, hidden, n, tiles.out, launch, residual=hidden)
@@ -173,6 +180,22 @@ def run_layer(
         project(act, mlp.down, hidden, n, tiles.dense_down, launch, residual=hidden, tap=tap)
         return
     run_experts(mlp, n, scratch, tiles, launch, eps, tap)
+
+
+def project_qkv(
+    attention: AttentionWeights,
+    hidden: Tensor,
+    qkv: Tensor,
+    n: Tensor,
+    tiles: Tiles,
+    launch: Launch,
+    eps: float,
+) -> None:
+    """Normalise ``hidden`` and project it to queries, keys, values and gates."""
+    norm, width = attention.input_norm, attention.qkv.shape[0]
+    project(hidden, attention.qkv, qkv, n, tiles.qkv, launch, norm=norm, eps=eps)
+    if attention.gate is not None:
+        project(hidden, attention.gate, qkv[:, width:], n, tiles.qkv, launch, norm=norm, eps=eps)
 
 
 def run_experts(
@@ -198,6 +221,7 @@ def run_experts(
         launch,
         scores=scores,
         normed=scratch.normed,
+        shared=mlp.shared_gate_up,
     )
     expert_gate_up(
         scratch.normed,

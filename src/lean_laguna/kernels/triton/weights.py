@@ -1,6 +1,6 @@
 """Weights as the kernels take them: projections of one input side by side, experts fused.
 
-Prepared once at load. Nothing here is quantised.
+Prepared once at load. A ``Weight`` is packed or plain; embeddings, norms and the router are plain.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.formats import Weight
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,20 @@ class AttentionWeights:
     Attributes:
         shape: Heads, rotation and window.
         input_norm: [D].
-        qkv: [shape.width, D] rows of q, k, v and the per-head gate.
+        qkv: [shape.width, D] rows of q, k, v and the per-head gate, unless that is in ``gate``.
         q_norm: [P].
         k_norm: [P].
         out: [D, H * P].
+        gate: [H, D] rows of the per-head gate where they are stored unlike the others.
     """
 
     shape: AttentionShape
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     q_norm: Tensor
     k_norm: Tensor
-    out: Tensor
+    out: Weight
+    gate: Weight | None = None
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class DenseWeights:
     """A dense MLP: norm [D], gate_up [2F, D] gate rows first, down [D, F]."""
 
     norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class SparseWeights:
 
     Attributes:
         norm: [D].
-        router_gate_up: [E + 2 * FS, D] router rows, then the shared expert's gate and up rows.
+        router_gate_up: [E + 2 * FS, D] router rows, then the shared expert's gate and up rows, unless those
+            are in ``shared_gate_up``.
         bias: [E] float32.
         gate_up: [E, 2F, D].
         down: [E, D, F].
@@ -59,18 +63,20 @@ class SparseWeights:
         scaling: Factor of the routed sum.
         softcap: tanh bound of the router's logits, 0 for none.
         norm_topk: Divide a token's weights by their sum.
+        shared_gate_up: [2 * FS, D] the shared expert's gate and up rows where they are packed.
     """
 
     norm: Tensor
     router_gate_up: Tensor
     bias: Tensor
-    gate_up: Tensor
-    down: Tensor
-    shared_down: Tensor
+    gate_up: Weight
+    down: Weight
+    shared_down: Weight
     top_k: int
     scaling: float
     softcap: float = 0.0
     norm_topk: bool = True
+    shared_gate_up: Weight | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class TargetWeights:
     embed: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Weight
     eps: float
 
 
@@ -139,10 +145,10 @@ class DrafterWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     aux_norms: Tensor | None
-    fc: Tensor
+    fc: Weight
     hidden_norm: Tensor
     context_norms: Tensor | None
-    context_kv: Tensor
+    context_kv: Weight
     k_norms: Tensor
     mask_token: int
     eps: float
