@@ -118,6 +118,7 @@ class LocalBackend:
             "engine_version": importlib.metadata.version("lean-laguna"),
             "device": weight.device.type,
             "dtype": str(weight.dtype).removeprefix("torch."),
+            "kernels": engine.kernels,
             "num_threads": torch.get_num_threads(),
             "synthetic": engine.config.is_synthetic,
             "model": _facts(engine.config, engine.config.shape or engine.config.model, engine.target),

@@ -85,6 +85,11 @@ class GpuEngine(LLMEngine):
         return budget
 
     @property
+    def kernels(self) -> str:
+        """What computes its steps, in words."""
+        return "CUDA C++ and Triton" if self._programs.uses_cuda else "Triton"
+
+    @property
     def programs(self) -> StepPrograms:
         """What it launches."""
         return self._programs

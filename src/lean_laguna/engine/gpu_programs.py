@@ -120,6 +120,11 @@ class StepPrograms:
         self._pool = pool
         self._keeps_logits = False
 
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether layers run on the CUDA C++ kernels where they fit, and on Triton's elsewhere."""
+        return self._cuda_layers is not None
+
     def keep_logits(self) -> None:
         """Have ``verify`` and ``decode`` write ``logits`` too, for whoever checks them."""
         self._keeps_logits = True

@@ -117,6 +117,11 @@ class LLMEngine:
         return budget
 
     @property
+    def kernels(self) -> str:
+        """What computes its steps, in words."""
+        return "plain PyTorch"
+
+    @property
     def has_unfinished(self) -> bool:
         """True while a request is waiting or running."""
         return bool(self._requests)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lean_laguna.core.config import SpeculativeConfig
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.engine.llm import LLM
-from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.server.settings import ServerConfig
 
@@ -17,7 +16,7 @@ def summary(llm: LLM, config: ServerConfig) -> str:
     parts = [
         _device(llm, weight.device.type),
         str(weight.dtype).removeprefix("torch."),
-        f"{'plain PyTorch' if type(llm.engine) is LLMEngine else 'Triton'} kernels",
+        f"{engine.kernels} kernels",
         _drafter(llm),
         _parsers(config),
         _thinking(llm, config),

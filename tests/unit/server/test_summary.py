@@ -19,6 +19,7 @@ def test_one_line_says_what_is_used_and_why(llm):
     assert "\n" not in line
     for part in (
         "cpu (no GPU found)" if not torch.cuda.is_available() else "cuda (a GPU was found)",
+        "plain PyTorch kernels" if not torch.cuda.is_available() else "Triton kernels",
         "drafter nano-dflash, 7 of at most 15 tokens a step (asked for)",
         "parsers poolside_v1 (made for this architecture)",
         "thinking off by default (the checkpoint)",
