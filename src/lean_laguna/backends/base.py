@@ -93,8 +93,8 @@ class Backend(Protocol):
     def info(self) -> dict[str, Any]:
         """Return what a result file must say about this backend, ready for JSON.
 
-        Keys: ``engine``, ``device``, ``dtype``, ``kernels``, ``num_threads``, ``model`` (``name``, ``sha256``),
-        ``drafter`` (the same, absent without one), ``num_speculative_tokens`` (absent without a drafter),
+        Keys: ``engine``, ``device``, ``dtype``, ``kernels``, ``num_threads``, ``model`` (``name``,
+        ``sha256``), ``drafter`` (the same, absent without one), ``num_speculative_tokens`` (absent without a drafter),
         ``memory`` (bytes by use).
         """
         ...
