@@ -94,8 +94,8 @@ class Backend(Protocol):
         """Return what a result file must say about this backend, ready for JSON.
 
         Keys: ``engine``, ``device``, ``dtype``, ``kernels``, ``num_threads``, ``model`` (``name``,
-        ``sha256``), ``drafter`` (the same, absent without one), ``num_speculative_tokens`` (absent without a drafter),
-        ``memory`` (bytes by use).
+        ``sha256``), ``drafter`` (the same, absent without one), ``num_speculative_tokens`` (absent
+        without a drafter), ``memory`` (bytes by use).
         """
         ...
 
