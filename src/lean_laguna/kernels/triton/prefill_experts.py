@@ -11,15 +11,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import Weight, format_of, load_packed_tile, operand
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile, uses_maps
 
 
 @triton.jit
+def _load_columns(
+    weight,
+    rows,
+    at_k,
+    K: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Load weight rows [COLS] (int64, counted through the bank) as [BLOCK_K, COLS], from column ``at_k`` on."""
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    if FORMAT[0] != "plain":
+        tile = load_packed_tile(weight, rows, at_k, K, COLS, BLOCK_K, 1, EVEN, FORMAT, DTYPE)
+        return tl.trans(tl.reshape(tile, (COLS, BLOCK_K)))
+    else:
+        k = tl.arange(0, BLOCK_K)
+        w_at = weight[0] + (rows[None, :] * K + k[:, None])
+        if EVEN:
+            return tl.load(w_at + at_k)
+        else:
+            return tl.load(w_at + at_k, mask=(at_k + k < K)[:, None], other=0.0)
+
+
+@triton.jit
 def _up_tile(
     x_ptr,
-    w_ptr,
+    weight,
     act_ptr,
     pairs_ptr,
     expert,
@@ -34,6 +60,7 @@ def _up_tile(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAPS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
     DTYPE: tl.constexpr = act_ptr.dtype.element_ty
@@ -43,23 +70,20 @@ def _up_tile(
     k = tl.arange(0, BLOCK_K)
     f = f0 + tl.arange(0, COLS)
     x_at = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
-    if not MAPS:
-        rows = expert.to(tl.int64) * (2 * F) + tl.minimum(f, F - 1)
-        w_at = w_ptr + rows[None, :] * K + k[:, None]
+    rows = expert.to(tl.int64) * (2 * F) + tl.minimum(f, F - 1)
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = at_k + k < K
-        x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside[None, :], other=0.0)
-        if MAPS:
-            w_gate = w_ptr.load([expert * (2 * F) + f0, at_k]).T
-            w_up = w_ptr.load([expert * (2 * F) + F + f0, at_k]).T
-        elif EVEN:
-            w_gate = tl.load(w_at + at_k)
-            w_up = tl.load(w_at + F * K + at_k)
+        if EVEN:
+            x = tl.load(x_at + at_k)
         else:
-            w_gate = tl.load(w_at + at_k, mask=inside[:, None], other=0.0)
-            w_up = tl.load(w_at + F * K + at_k, mask=inside[:, None], other=0.0)
+            x = tl.load(x_at + at_k, mask=(at_k + k < K)[None, :], other=0.0)
+        if MAPS:
+            w_gate = weight.load([expert * (2 * F) + f0, at_k]).T
+            w_up = weight.load([expert * (2 * F) + F + f0, at_k]).T
+        else:
+            w_gate = _load_columns(weight, rows, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE)
+            w_up = _load_columns(weight, rows + F, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE)
         gate = tl.dot(x, w_gate, gate)
         up = tl.dot(x, w_up, up)
     g = gate.to(DTYPE).to(tl.float32)
@@ -72,7 +96,7 @@ def _up_tile(
 @triton.jit
 def _up_kernel(
     x_ptr,
-    w_ptr,
+    weight,
     act_ptr,
     pairs_ptr,
     tiles_ptr,
@@ -87,6 +111,7 @@ def _up_kernel(
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
     MAPS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (F + COLS - 1) // COLS
     LESS: tl.constexpr = ROWS // 2
@@ -99,7 +124,7 @@ def _up_kernel(
         if HALVES and end - start <= LESS:
             _up_tile(
                 x_ptr,
-                w_ptr,
+                weight,
                 act_ptr,
                 pairs_ptr,
                 e,
@@ -114,11 +139,12 @@ def _up_kernel(
                 BLOCK_K,
                 STAGES,
                 MAPS,
+                FORMAT,
             )
         else:
             _up_tile(
                 x_ptr,
-                w_ptr,
+                weight,
                 act_ptr,
                 pairs_ptr,
                 e,
@@ -133,13 +159,14 @@ def _up_kernel(
                 BLOCK_K,
                 STAGES,
                 MAPS,
+                FORMAT,
             )
 
 
 @triton.jit
 def _down_tile(
     act_ptr,
-    w_ptr,
+    bank,
     terms_ptr,
     weights_ptr,
     pairs_ptr,
@@ -153,6 +180,7 @@ def _down_tile(
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
     i = start + tl.arange(0, ROWS)
@@ -163,15 +191,13 @@ def _down_tile(
     n = n0 + tl.arange(0, COLS)
     x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
     rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
-    w_at = w_ptr + rows[None, :] * K + k[:, None]
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN:
             x = tl.load(x_at + at_k)
-            w = tl.load(w_at + at_k)
         else:
             x = tl.load(x_at + at_k, mask=(at_k + k < K)[None, :], other=0.0)
-            w = tl.load(w_at + at_k, mask=(at_k + k < K)[:, None], other=0.0)
+        w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
         acc = tl.dot(x, w, acc)
     y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
     at = pair.to(tl.int64)[:, None] * N + n[None, :]
@@ -181,7 +207,7 @@ def _down_tile(
 @triton.jit
 def _down_kernel(
     act_ptr,
-    w_ptr,
+    bank,
     terms_ptr,
     weights_ptr,
     pairs_ptr,
@@ -195,6 +221,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (N + COLS - 1) // COLS
     LESS: tl.constexpr = ROWS // 2
@@ -206,24 +233,24 @@ def _down_kernel(
         end = tl.load(tiles_ptr + 2 * MAX_TILES + tile)
         if HALVES and end - start <= LESS:
             _down_tile(
-                act_ptr, w_ptr, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                N, K, LESS, COLS, BLOCK_K, STAGES,
+                act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
+                N, K, LESS, COLS, BLOCK_K, STAGES, FORMAT,
             )  # fmt: skip
         else:
             _down_tile(
-                act_ptr, w_ptr, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                N, K, ROWS, COLS, BLOCK_K, STAGES,
+                act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
+                N, K, ROWS, COLS, BLOCK_K, STAGES, FORMAT,
             )  # fmt: skip
 
 
 def expert_chunk_up(
-    x: Tensor, weight: Tensor, sort: ExpertSort, act: Tensor, num_tiles: int, tile: ExpertTile, *, top_k: int
+    x: Tensor, weight: Weight, sort: ExpertSort, act: Tensor, num_tiles: int, tile: ExpertTile, *, top_k: int
 ) -> None:
     """Compute gate, up and SiLU of every pair.
 
     Args:
         x: [C, K] normalised input of the MoE block.
-        weight: [E, 2F, K] gate rows, then up rows.
+        weight: [E, 2F, K] gate rows, then up rows, packed or plain.
         sort: From ``sort_by_expert``.
         act: [C * A, F], written in the order of ``sort.pairs``.
         num_tiles: The most tiles there can be.
@@ -231,15 +258,15 @@ def expert_chunk_up(
         top_k: Experts a token.
     """
     K, F = weight.shape[2], weight.shape[1] // 2
-    maps = uses_maps(tile, weight.device)
-    operand: object = weight
-    if maps:
+    maps = isinstance(weight, Tensor) and uses_maps(tile, weight.device)
+    source: object = operand(weight)
+    if isinstance(weight, Tensor) and maps:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        operand = TensorDescriptor.from_tensor(weight.view(-1, K), [tile.up, tile.block_k])
+        source = TensorDescriptor.from_tensor(weight.view(-1, K), [tile.up, tile.block_k])
     _up_kernel[(num_tiles * cdiv(F, tile.up),)](
         x,
-        operand,
+        source,
         act,
         sort.pairs,
         sort.tiles,
@@ -254,18 +281,19 @@ def expert_chunk_up(
         STAGES=tile.up_stages,
         MAX_TILES=sort.tiles.shape[1],
         MAPS=maps,
+        FORMAT=format_of(weight),
         num_warps=tile.up_warps,
     )
 
 
 def expert_chunk_down(
-    act: Tensor, weight: Tensor, sort: ExpertSort, terms: Tensor, num_tiles: int, tile: ExpertTile
+    act: Tensor, weight: Weight, sort: ExpertSort, terms: Tensor, num_tiles: int, tile: ExpertTile
 ) -> None:
     """Compute down of every pair, times its routing weight.
 
     Args:
         act: [C * A, F] from ``expert_chunk_up``.
-        weight: [E, N, F].
+        weight: [E, N, F], likewise.
         sort: From ``sort_by_expert``.
         terms: [C * A, N], written by token, then ascending by expert id.
         num_tiles: The most tiles there can be.
@@ -274,7 +302,7 @@ def expert_chunk_down(
     N, F = weight.shape[1:]
     _down_kernel[(num_tiles * cdiv(N, tile.down),)](
         act,
-        weight,
+        operand(weight),
         terms,
         sort.weights,
         sort.pairs,
@@ -288,5 +316,6 @@ def expert_chunk_down(
         BLOCK_K=tile.block_k,
         STAGES=tile.down_stages,
         MAX_TILES=sort.tiles.shape[1],
+        FORMAT=format_of(weight),
         num_warps=tile.down_warps,
     )

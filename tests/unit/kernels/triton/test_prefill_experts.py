@@ -5,11 +5,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
+from lean_laguna.engine.gpu_packed import to_kernels
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
 from lean_laguna.kernels.triton.prefill_rows import combine
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
+from lean_laguna.quant.codec import encode, to_packed
+from lean_laguna.quant.packed import bank
+from lean_laguna.quant.scheme import FP8_CHANNEL, NVFP4, packed_integer
 
 E, A, D, F = 5, 2, 40, 24
 
@@ -67,3 +71,26 @@ def test_pairs_lie_by_expert_then_token_and_ties_go_to_the_lower_id(device, dtyp
     assert (sort.pairs[len(want) :] == -1).all()
     count = sort.num_tiles.item()
     assert sort.tiles[:, :count].T.tolist() == [[0, 0, 16], [0, 16, 19], [1, 19, 35], [4, 35, 38]]
+
+
+@pytest.mark.parametrize("scheme", [NVFP4, packed_integer(4, 16, symmetric=False), FP8_CHANNEL])
+def test_packed_experts_have_the_bits_of_the_decoded_bank(
+    draw, poisoned, device, dtype, assert_same_bits, scheme
+):
+    rows, n, width, hidden, tile = 32, 21, 32, 48, ExpertTile(16, 16, 16, 32, 4, 4, 2, 2)
+
+    def packed_bank(height):
+        weights = [draw(height, hidden if height == 2 * width else width, of=torch.float32) for _ in range(E)]
+        encoded = [to_packed(encode(w, scheme), scheme, tuple(w.shape)) for w in weights]
+        return bank([weight.to(device) for weight in encoded])
+
+    banks, x = [packed_bank(2 * width), packed_bank(hidden)], draw(rows, hidden)
+    sort = sorted_rows(draw(rows, E), torch.zeros(E, device=device), rows, n, tile)
+    num_tiles, found = cdiv(rows * A, tile.rows) + E, []
+    for up, down in ([to_kernels(b, dtype) for b in banks], [b.decode(dtype) for b in banks]):
+        act, terms = poisoned(rows * A, width), poisoned(rows * A, hidden)
+        expert_chunk_up(x, up, sort, act, num_tiles, tile, top_k=A)
+        expert_chunk_down(act, down, sort, terms, num_tiles, tile)
+        found.append(terms)
+    assert_same_bits(*(terms[: n * A] for terms in found))
+    assert not found[0][: n * A].isnan().any()
