@@ -340,10 +340,11 @@ class Bench:
         tiny, draw = self.args.tiny, random.Random(0)
         counts = {"steps": 0, "aborted": 0, "requests": 0, "tokens": -engine.stats().num_generated_tokens}
         running: list[Any] = []
-        profile = cProfile.Profile() if self.args.profile_host else None
+        profile, is_profiled = cProfile.Profile(), False
         while counts["steps"] < steps and time.monotonic() < until:
-            if profile is not None and counts["steps"] in (steps // 2, steps // 2 + 400):
-                profile.enable() if counts["steps"] == steps // 2 else profile.disable()
+            if self.args.profile_host and counts["steps"] >= steps // 2 and not is_profiled:
+                is_profiled = True
+                profile.enable()
             if len(running) < 20 and (not running or draw.random() < 0.1):
                 ids = tokens(draw.randint(1, 12 if tiny else 300), draw.getrandbits(30), 4096)
                 params = SamplingParams(
@@ -362,7 +363,7 @@ class Bench:
         counts["tokens"] += engine.stats().num_generated_tokens
         for state in running:
             engine.abort(state.request_id)
-        if profile is not None:
+        if is_profiled:
             profile.disable()
             pstats.Stats(profile).sort_stats("tottime").print_stats(28)
         return counts
