@@ -17,7 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("common.cuh", "routing.cuh")
+HEADERS = (
+    "common.cuh",
+    "routing.cuh",
+    "mail.cuh",
+    "tape.cuh",
+    "step_types.cuh",
+    "step_attention.cuh",
+    "step_products.cuh",
+    "step_experts.cuh",
+    "step_rows.cuh",
+)
 
 
 class CompilationError(RuntimeError):

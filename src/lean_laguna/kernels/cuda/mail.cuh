@@ -1,0 +1,80 @@
+// Blocks hand each other results through tagged words, without barriers between them: whoever needs an element polls
+// it until it has the tag of this layer. A word arrives whole, so an element that has the tag is there.
+#pragma once
+#include "step_types.cuh"
+
+DEVICE u32 tagged(float x, u32 tag) { return ((u32)to_bf16(x) << 16) | tag; }
+DEVICE u32 tagged16(u16 x, u32 tag) { return ((u32)x << 16) | tag; }
+DEVICE float untagged(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+DEVICE u32 differing(uint4 v, u32 tag) { return ((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffffu; }
+// Eight elements without their tags.
+DEVICE uint4 joined(uint4 a, uint4 b) {
+    return make_uint4(high_halves(a.x, a.y), high_halves(a.z, a.w), high_halves(b.x, b.y), high_halves(b.z, b.w));
+}
+DEVICE uint2 joined(uint4 a) { return make_uint2(high_halves(a.x, a.y), high_halves(a.z, a.w)); }
+
+// One more poll. False when patience is over: then something is broken, the state says where, and the step ends.
+DEVICE bool may_poll(Self &self) {
+    relax();
+    if (--self.patience > 0) return true;
+    if (self.patience == 0 && exchange_int(self.state + STUCK, 1) == 0) {
+        self.state[STUCK_BLOCK] = self.block, self.state[STUCK_LAYER] = self.layer;
+        self.state[STUCK_PHASE] = self.phase, self.state[STUCK_THREAD] = self.thread;
+    }
+    self.patience = 0;
+    return false;
+}
+
+// Loads of eight elements at each of N places 32 apart: first all of them, later `settle`.
+template <int N> struct Raw {
+    uint4 v[2 * N];
+    METHOD void load(const u32 *from, bool wanted) {
+        // Set in any case: what is not would occupy registers through the whole step.
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) v[i] = make_uint4(0, 0, 0, 0);
+        if (!wanted) return;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            v[2 * i] = load_mail(from + 32 * i);
+            v[2 * i + 1] = load_mail(from + 32 * i + 4);
+        }
+    }
+    // Poll until all have the tag; zeros where not wanted.
+    METHOD void settle(uint4 (&to)[N], const u32 *from, bool wanted, Self &self) {
+        while (wanted) {
+            u32 differs = 0;
+#pragma unroll
+            for (int i = 0; i < 2 * N; i++) differs |= differing(v[i], self.tag);
+            if (differs == 0 || !may_poll(self)) break;
+#pragma unroll
+            for (int i = 0; i < 2 * N; i++)
+                if (differing(v[i], self.tag)) v[i] = load_mail(from + 32 * (i / 2) + 4 * (i % 2));
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) to[i] = wanted ? joined(v[2 * i], v[2 * i + 1]) : make_uint4(0, 0, 0, 0);
+        __syncwarp();
+    }
+};
+
+// Four elements, loaded once already, polled.
+DEVICE uint2 settled4(uint4 v, const u32 *from, Self &self) {
+    while (differing(v, self.tag) && may_poll(self)) v = load_mail(from);
+    return joined(v);
+}
+DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(from), from, self); }
+// One element, polled.
+DEVICE float receive(const u32 *from, Self &self) {
+    u32 v = load_mail1(from);
+    while (((v ^ self.tag) & 0xffffu) && may_poll(self)) v = load_mail1(from);
+    return untagged(v);
+}
+
+// A phase begins.
+DEVICE void enter(Self &self, u64 *stamps, int phase) {
+    self.phase = phase;
+    forget(self.thread), forget(self.mail);
+    self.warp = self.thread >> 5, self.lane = self.thread & 31, self.g = self.lane >> 2, self.t = self.lane & 3;
+#ifdef TIMED
+    if (self.thread == 0) stamps[((size_t)self.block * LAYERS + self.layer) * STAMPS + phase] = clock64();
+#endif
+}

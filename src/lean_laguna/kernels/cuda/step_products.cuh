@@ -1,0 +1,157 @@
+// The products of a step: weights from the tape, tokens from the mail straight into the registers that multiply them.
+//
+// Tokens are rows of the matrix instruction, K is cut by warp and added in warp order: a row's bits are its own.
+#pragma once
+#include "mail.cuh"
+#include "tape.cuh"
+
+// A warp's part of normalised rows: what tokens g and g + 8 multiply with, all of K = D.
+struct Tokens {
+    uint4 low[LOADS], high[HIGH ? LOADS : 1];
+};
+
+DEVICE float squares_of_all(const uint4 (&v)[LOADS]) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) squares += squares_of(v[i]);
+    squares += exchange(squares, 1);
+    return squares + exchange(squares, 2);
+}
+
+// Receive the live rows, from the mail or (first layer) from the embedding, and normalise them.
+DEVICE void receive_normed(Tokens &to, const u32 *mail, const u16 *embed, const int *ids, const u16 *norm, float eps,
+                           Self &self) {
+    const int own = self.warp * PART + 8 * self.t, g = self.g;
+    uint4 by[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) by[i] = *(const uint4 *)(norm + own + 32 * i);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    if (embed) {
+        const u16 *row = embed + (self.has_low ? (size_t)ids[g] * D : 0) + own;
+        const u16 *row8 = embed + (self.has_high ? (size_t)ids[g + 8] * D : 0) + own;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            to.low[i] = self.has_low ? *(const uint4 *)(row + 32 * i) : zero;
+            if (HIGH) to.high[i] = self.has_high ? *(const uint4 *)(row8 + 32 * i) : zero;
+        }
+    } else {
+        Raw<LOADS> raw;
+        raw.load(mail + g * D + own, self.has_low);
+        raw.settle(to.low, mail + g * D + own, self.has_low, self);
+#if HIGH
+        raw.load(mail + (g + 8) * D + own, self.has_high);
+        raw.settle(to.high, mail + (g + 8) * D + own, self.has_high, self);
+#endif
+    }
+    float *squares = self.s.squares;
+    const float own_squares = squares_of_all(to.low);
+    if (self.t == 0) squares[self.warp * 16 + g] = own_squares;
+#if HIGH
+    const float own_squares8 = squares_of_all(to.high);
+    if (self.t == 0) squares[self.warp * 16 + g + 8] = own_squares8;
+#endif
+    __syncthreads();
+    float total = 0.0f, total8 = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        total += squares[w * 16 + g];
+        if (HIGH) total8 += squares[w * 16 + g + 8];
+    }
+    const float inverse = rsqrtf(total / D + eps);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) to.low[i] = self.has_low ? scaled(to.low[i], inverse, by[i]) : zero;
+#if HIGH
+    const float inverse8 = rsqrtf(total8 / D + eps);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) to.high[i] = self.has_high ? scaled(to.high[i], inverse8, by[i]) : zero;
+#endif
+}
+
+// A warp's sums of 8 weight rows, left where all warps' are added: [COLS][8] a warp.
+DEVICE void leave_sums(float *mine, const float (&even)[4], const float (&odd)[4], int g, int t, int stride) {
+    *(float2 *)(mine + g * stride + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    if (HIGH) *(float2 *)(mine + (g + 8) * stride + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+}
+DEVICE float added(const float *from, int stride) {
+    float y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) y += from[w * stride];
+    return y;
+}
+
+// Multiply the tape's next 8 rows of D columns by the tokens; ends with a barrier, after which the sums of token i
+// and row n are at the returned place + i * 8 + n, COLS * 8 apart from warp to warp.
+DEVICE const float *multiply_rows(Tape &tape, const Tokens &x, Self &self) {
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int q = 0; q < LOADS / GROUP; q++) {
+        uint4 w[GROUP];
+        tape.take(w, self);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++)
+            multiply_block(even, odd, x.low[q * GROUP + i], HIGH ? x.high[HIGH * (q * GROUP + i)] : zero, w[i]);
+    }
+    float *all = self.s.sums[self.buffer];
+    self.buffer ^= 1;
+    leave_sums(all + self.warp * COLS * 8, even, odd, self.g, self.t, 8);
+    __syncthreads();
+    return all;
+}
+
+// The residual stream of the block's columns stays with the block: token and column of a thread in its pair.
+DEVICE float &residual_of(Self &self, int pair) {
+    return self.s.residual[(pair / self.grid) * (COLS * 16) + self.thread];
+}
+
+// Add to the residual stream and send the sum to all blocks.
+DEVICE void add_and_send(int at, int pair, float y, Self &self) {
+    const int token = self.thread / 16, column = pair * 16 + self.thread % 16;
+    float &residual = residual_of(self, pair);
+    residual = rounded(residual + y);
+    store_mail1(self.mail + at + token * D + column, tagged(residual, self.tag));
+}
+
+// hidden += x @ weight^T for rows x of k columns from the mail; `to` and `tap` receive the sum.
+DEVICE void project_add(Tape &tape, const u32 *x, int k, int to, const Layer *tapped, Self &self) {
+    const int blocks = k / 256, token = self.thread / 16;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int pair = self.block; pair < D / 16; pair += self.grid) {
+        const u32 *low = x + (size_t)self.g * k + self.warp * (k / WARPS) + 8 * self.t, *high = low + (size_t)8 * k;
+        float even[2][4] = {}, odd[2][4] = {};
+        Raw<BATCH> raw, raw8;
+        raw.load(low, self.has_low);
+        if (HIGH) raw8.load(high, self.has_high);
+#pragma unroll 1
+        for (int first = 0; first < blocks; first += BATCH) {
+            uint4 a[BATCH], a8[BATCH];
+            raw.settle(a, low + first * 32, self.has_low, self);
+            if (HIGH) raw8.settle(a8, high + first * 32, self.has_high, self);
+            if (first + BATCH < blocks) {
+                raw.load(low + (first + BATCH) * 32, self.has_low);
+                if (HIGH) raw8.load(high + (first + BATCH) * 32, self.has_high);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i += GROUP / 2) {
+                uint4 w[GROUP];
+                tape.take(w, self);
+#pragma unroll
+                for (int j = 0; j < GROUP; j++)
+                    multiply_block(even[j & 1], odd[j & 1], a[i + j / 2], HIGH ? a8[i + j / 2] : zero, w[j]);
+            }
+        }
+        float *all = self.s.sums[self.buffer];
+        self.buffer ^= 1;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            leave_sums(all + self.warp * COLS * 16 + half * 8, even[half], odd[half], self.g, self.t, 16);
+        __syncthreads();
+        if (token < self.live) {
+            add_and_send(to, pair, rounded(added(all + self.thread, COLS * 16)), self);
+            if (tapped && tapped->tap)
+                tapped->tap[(size_t)token * tapped->tap_stride + pair * 16 + self.thread % 16] =
+                    to_bf16(residual_of(self, pair));
+        }
+    }
+}
