@@ -1,13 +1,30 @@
-"""Every sampling option over HTTP: the same with the drafter and without, streamed and whole."""
+"""Every sampling option over HTTP: the same with a drafter and from an engine that has none, streamed and whole."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from support.servers import RunningServer
+from lean_laguna.engine.llm import LLM
+from support.servers import RunningServer, running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[RunningServer]:
+    """A server without any drafter: what is right."""
+
+    def load() -> LLM:
+        torch.set_num_threads(1)
+        return LLM("nano", seed=0)
+
+    with running(load) as up:
+        assert up.service.engine.llm.engine.proposer is None
+        yield up
+
 
 ON: Any = {"num_speculative_tokens": 5}
 PROMPT = "def fib(n):\n"
@@ -17,20 +34,20 @@ COMMON: dict[str, dict[str, Any]] = {
     "seed": SAMPLED,
     "negative seed": {"temperature": 0.9, "seed": -7},
     "top_p": {**SAMPLED, "top_p": 0.5},
-    "top_k": {**SAMPLED, "top_k": 3},
+    "top_k": {**SAMPLED, "top_k": 2},
     "min_p": {**SAMPLED, "min_p": 0.2},
     "repetition_penalty": {"temperature": 0, "repetition_penalty": 1.3},
-    "presence_penalty": {"temperature": 0, "presence_penalty": 1.5},
-    "frequency_penalty": {"temperature": 0, "frequency_penalty": -1.0},
+    "presence_penalty": {**SAMPLED, "presence_penalty": 2.0},
+    "frequency_penalty": {**SAMPLED, "frequency_penalty": 2.0},
     "logit_bias": {"temperature": 0, "logit_bias": {"349": 6.0, "326": -100}},
     "min_tokens": {"temperature": 0, "logit_bias": {"2": 30.0}, "min_tokens": 5},
-    "eos": {"temperature": 0, "logit_bias": {"24": 8.0}},
-    "ignore_eos": {"temperature": 0, "logit_bias": {"24": 8.0}, "ignore_eos": True},
-    "stop": {"temperature": 0, "stop": ["turn", "ef "]},
-    "stop kept": {"temperature": 0, "stop": "\n    ", "include_stop_str_in_output": True},
-    "stop_token_ids": {**SAMPLED, "stop_token_ids": list(range(400, 1200))},
+    "eos": {"temperature": 0, "logit_bias": {"24": 16.0}},
+    "ignore_eos": {"temperature": 0, "logit_bias": {"24": 16.0}, "ignore_eos": True},
+    "stop": {"temperature": 0, "stop": ["turn", "ef ", "iber of"]},
+    "stop kept": {"temperature": 0, "stop": ["\n    ", "ber of t"], "include_stop_str_in_output": True},
+    "stop_token_ids": {**SAMPLED, "stop_token_ids": list(range(700, 1300))},
     "bad_words": {"temperature": 0, "bad_words": ["return", '"""', "python"]},
-    "skip_special_tokens": {"temperature": 0, "logit_bias": {"12": 9.0}, "skip_special_tokens": False},
+    "skip_special_tokens": {"temperature": 0, "logit_bias": {"12": 26.0}, "skip_special_tokens": False},
     "n": {**SAMPLED, "n": 3},
     "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
     "token ids": {**SAMPLED, "return_token_ids": True},
@@ -75,7 +92,8 @@ def body_of(path: str, case: dict[str, Any]) -> dict[str, Any]:
     prompt = (
         {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     )
-    return {"max_tokens": 9, **prompt, **case}
+    said = {"return_token_ids": True, "logprobs": 1 if path == "/v1/completions" else True}
+    return {"max_tokens": 16, **said, **prompt, **case}
 
 
 def without_names(value: dict[str, Any]) -> dict[str, Any]:
@@ -118,18 +136,19 @@ def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("path", "name", "case"), CASES, ids=[f"{p.split('/')[2]} {n}" for p, n, _ in CASES])
-def test_an_option_gives_the_same_with_a_drafter_streamed_or_whole(
-    server: RunningServer, path: str, name: str, case: dict[str, Any]
+def test_an_option_gives_the_same_with_a_drafter_and_from_an_engine_without_one_streamed_or_whole(
+    server: RunningServer, plain: RunningServer, path: str, name: str, case: dict[str, Any]
 ) -> None:
+    """Texts, ids, log-probabilities, finish and stop reasons and usage, to the last bit."""
     body = body_of(path, case)
-    off = without_names(server.ok(path, **body, speculative=False))
-    on = without_names(server.ok(path, **body, speculative=ON))
-    assert on == off
+    right = without_names(plain.ok(path, **body))
+    assert all(choice["token_ids"] for choice in right["choices"]) or case.get("max_tokens") == 0
+    assert without_names(server.ok(path, **body, speculative=ON)) == right
     usage = {"include_usage": True}
-    streams = [
-        joined(server.events(path, **body, speculative=how, stream_options=usage)) for how in (False, ON)
-    ]
-    assert [without_names(whole) for whole in streams] == [streams_of(off)] * 2
+    bare = plain.events(path, **body, stream_options=usage)
+    drafted = server.events(path, **body, speculative=ON, stream_options=usage)
+    for stream in (bare, drafted):
+        assert without_names(joined(stream)) == streams_of(right)
 
 
 def streams_of(whole: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +158,36 @@ def streams_of(whole: dict[str, Any]) -> dict[str, Any]:
         if "message" in choice and choice["message"]["content"] is None:
             choice["message"]["content"] = ""
     return whole
+
+
+OPTION_OF = {
+    "negative seed": "seed",
+    "eos": "logit_bias",
+    "stop kept": "include_stop_str_in_output",
+    "max_tokens 1": "max_tokens",
+    "regex": "structured_outputs",
+    "choice": "guided_choice",
+    "thinking": "chat_template_kwargs",
+    "budget": "thinking_token_budget",
+    "json_schema": "response_format",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_one_of_these_options_changes_something(plain: RunningServer, path: str) -> None:
+    """So that no case above holds because its option does nothing here."""
+    cases = {name: case for where, name, case in CASES if where == path and name in COMMON | CHAT}
+    idle: list[str] = []
+    silent = {"greedy", "defaults", "token ids", "tools"}  # change nothing, or not for certain
+    for name in cases.keys() - silent:
+        option = OPTION_OF.get(name, name)
+        assert option in cases[name]
+        without = {key: value for key, value in cases[name].items() if key != option}
+        if option == "seed":
+            without["seed"] = 12345
+        answers = [plain.ok(path, **body_of(path, case)) for case in (cases[name], without)]
+        idle += [name] if without_names(answers[0]) == without_names(answers[1]) else []
+    assert idle == []
 
 
 def test_the_options_leave_none_of_sampling_params_out() -> None:
