@@ -1,13 +1,13 @@
 """What the HTTP server costs per streamed token over the engine alone: one stream, many short pairs of runs.
 
 Both sides of a pair are the same engine, on the same thread of the same process, one right after the other:
-once stepped with nobody listening, once serving a client in a process of its own. Which goes first alternates,
-so that a machine whose speed drifts moves both alike; each pair gives one ratio, and the ratios' median is the
-figure, with the interval that holds it in 95 of 100 cases. Time is processor time of the whole process: what
-the server does on its second core counts in full, as if it had none. Wall time stands beside it, and, from
-within the served runs alone, what all threads but the engine's took as a share of the engine's: the figure to
-read on a machine that others use, where a process with two threads is given more of the cores than one with
-one.
+once stepped with nobody listening, once serving a client in a process of its own. Which goes first
+alternates, so that a machine whose speed drifts moves both alike; each pair gives one ratio, and the ratios'
+median is the figure, with the interval that holds it in 95 of 100 cases. Time is processor time of the whole
+process: what the server does on its second core counts in full, as if it had none. Wall time stands beside
+it, and, from within the served runs alone, what all threads but the engine's took as a share of the
+engine's: the figure to read on a machine that others use, where a process with two threads is given more of
+the cores than one with one.
 
     python benchmarks/server_overhead.py --output results/server_overhead.json
 """
