@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lean_laguna.quant.packed import PackedWeight
+from lean_laguna.models.packing import stack_rows as stack_parameters
+from lean_laguna.quant.packed import PackedWeight, split_rows, stack_rows
 from lean_laguna.quant.scaling import tile_size
 
 if TYPE_CHECKING:
-    from lean_laguna.kernels.triton.formats import Packed
+    from lean_laguna.kernels.triton.formats import Packed, Weight
 
 
 def to_kernels(weight: PackedWeight, dtype: torch.dtype) -> Packed:
@@ -63,3 +65,78 @@ def _by_row(scales: Tensor, weight: PackedWeight) -> Tensor:
         for part, size, height in zip(parts, tall, weight.heights, strict=True)
     ]
     return torch.cat(spread, -2)
+
+
+class WeightStore:
+    """A module's linears as kernels take them, by parameter name: packed where they are kept so.
+
+    Attributes:
+        decoded: Names of what had to be decoded to be laid side by side.
+    """
+
+    def __init__(self, module: nn.Module, packed: dict[str, PackedWeight], dtype: torch.dtype):
+        """Take the linears of a module.
+
+        Args:
+            module: Its parameters become views of joint weights.
+            packed: By parameter name; those laid side by side become views as well.
+            dtype: The model's.
+        """
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._packed, self._dtype = packed, dtype
+        self.decoded: list[str] = []
+
+    def one(self, name: str) -> Weight:
+        """Return a weight as it is."""
+        if name in self._packed:
+            return to_kernels(self._packed[name], self._dtype)
+        return self._parameters[name].detach().contiguous()
+
+    def plain(self, name: str) -> Tensor:
+        """Return a weight that kernels take plain, decoded where it is packed."""
+        if name not in self._packed:
+            return self._parameters[name].detach()
+        self.decoded.append(name)
+        return self._packed[name].decode(self._dtype)
+
+    def is_packed(self, *names: str) -> bool:
+        """Say whether any of these is kept packed."""
+        return any(name in self._packed for name in names)
+
+    def plain_joint(self, *names: str) -> Tensor:
+        """Return plain linears of one input side by side; their parameters become views."""
+        return stack_parameters([self._parameters[name] for name in names])
+
+    def stored_alike(self, *names: str) -> bool:
+        """Say whether all of these are packed in one scheme, or none is packed."""
+        return len({self._packed[name].scheme if name in self._packed else None for name in names}) == 1
+
+    def joint(self, *names: str) -> Weight:
+        """Return linears of one input side by side; decoded where they are not stored alike."""
+        found = [self._packed[name] for name in names if name in self._packed]
+        if not found:
+            return self.plain_joint(*names)
+        if len(found) == len(names):
+            try:
+                whole = stack_rows(found)
+            except ValueError:
+                pass
+            else:
+                self._packed.update(zip(names, split_rows(whole), strict=True))
+                return to_kernels(whole, self._dtype)
+        self.decoded += [name for name in names if name in self._packed]
+        return torch.cat(
+            [
+                self._packed[name].decode(self._dtype) if name in self._packed else self._parameters[name].detach()
+                for name in names
+            ]
+        )
+
+    def tell(self) -> None:
+        """Say in one line what had to be decoded, if anything."""
+        if self.decoded:
+            print(
+                f"lean-laguna: decoded to {str(self._dtype).removeprefix('torch.')} in memory, being stored unlike "
+                f"their neighbours: {len(self.decoded)} linears, such as {self.decoded[0]}",
+                file=sys.stderr,
+            )

@@ -1,4 +1,4 @@
-"""A target's and a drafter's modules as the Triton kernels read their weights, without a second copy.
+"""A target's and a drafter's modules as the GPU kernels read their weights, without a second copy.
 
 Projections of one input are moved side by side once; the modules' parameters become views of the joint ones.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.model_config import Gating, LagunaConfig
+from lean_laguna.engine.gpu_packed import WeightStore
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dflash_layers import DFlashLayer
 from lean_laguna.models.dspark import DSparkDrafter
@@ -45,9 +46,7 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than sm_80"
     if type(target) is not LagunaForCausalLM:
-        return f"they run Laguna targets with plain weights, not {type(target).__name__}"
-    if any(weight.is_meta or not weight.is_floating_point() for weight in target.parameters()):
-        return "the target's weights are quantised"
+        return f"they run Laguna targets, not {type(target).__name__}"
     reason = _why_not_target(target.config)
     if reason is None and drafter is not None:
         if type(drafter) not in (DFlashDrafter, DSparkDrafter):
@@ -107,16 +106,22 @@ def target_weights(target: LagunaForCausalLM, max_positions: int) -> TargetWeigh
     }
     # Not under inference mode, whose tensors could never be trained on.
     with torch.inference_mode(False), torch.no_grad():
+        store = WeightStore(target, target.packed_weights, embed.dtype)
         layers = tuple(
-            _target_layer(config, i, layer, tables[config.layer_types[i]])
+            _target_layer(config, i, layer, tables[config.layer_types[i]], store)
             for i, layer in enumerate(target.layers)
         )
-    head = target.lm_head.weight.detach().contiguous()
+        head = store.one("lm_head.weight")
+        store.tell()
     return TargetWeights(embed, layers, target.model.norm.weight.detach(), head, config.rms_norm_eps)
 
 
 def _target_layer(
-    config: LagunaConfig, index: int, layer: DecoderLayer, rotary: tuple[Tensor, Tensor]
+    config: LagunaConfig,
+    index: int,
+    layer: DecoderLayer,
+    rotary: tuple[Tensor, Tensor],
+    store: WeightStore,
 ) -> LayerWeights:
     from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
 
@@ -129,38 +134,51 @@ def _target_layer(
         config.sliding_window if kind == "sliding_attention" else None,
         config.gating[index],
     )
-    attention = _attention(shape, layer.self_attn, layer.input_layernorm.weight)
-    norm, mlp = layer.post_attention_layernorm.weight.detach(), layer.mlp
+    prefix = f"model.layers.{index}."
+    attention = _attention(shape, layer.self_attn, layer.input_layernorm.weight, f"{prefix}self_attn.", store)
+    norm, mlp, own = layer.post_attention_layernorm.weight.detach(), layer.mlp, f"{prefix}mlp."
     if isinstance(mlp, MLP):
-        joint = stack_rows([mlp.gate_proj.weight, mlp.up_proj.weight])
-        return LayerWeights(attention, DenseWeights(norm, joint, _plain(mlp.down_proj.weight)), rotary)
-    return LayerWeights(attention, _sparse(config, mlp, norm), rotary)
+        joint = store.joint(f"{own}gate_proj.weight", f"{own}up_proj.weight")
+        return LayerWeights(
+            attention, DenseWeights(norm, joint, store.one(f"{own}down_proj.weight")), rotary
+        )
+    return LayerWeights(attention, _sparse(config, mlp, norm, own, store), rotary)
 
 
-def _attention(shape: AttentionShape, module: Attention, norm: Tensor) -> AttentionWeights:
+def _attention(
+    shape: AttentionShape, module: Attention, norm: Tensor, prefix: str, store: WeightStore
+) -> AttentionWeights:
     from lean_laguna.kernels.triton.weights import AttentionWeights
 
+    names = [f"{prefix}{name}_proj.weight" for name in "qkvg"[: 4 if shape.has_gate else 3]]
+    is_apart = shape.has_gate and not store.stored_alike(names[0], names[-1])
     return AttentionWeights(
         shape=shape,
         input_norm=norm.detach(),
-        qkv=stack_rows(module.projections()),
+        qkv=store.joint(*(names[:-1] if is_apart else names)),
+        gate=store.one(names[-1]) if is_apart else None,
         q_norm=module.q_norm.weight.detach(),
         k_norm=module.k_norm.weight.detach(),
-        out=_plain(module.o_proj.weight),
+        out=store.one(f"{prefix}o_proj.weight"),
     )
 
 
-def _sparse(config: LagunaConfig, mlp: SparseMoe, norm: Tensor) -> SparseWeights:
+def _sparse(
+    config: LagunaConfig, mlp: SparseMoe, norm: Tensor, prefix: str, store: WeightStore
+) -> SparseWeights:
     from lean_laguna.kernels.triton.weights import SparseWeights
 
-    shared = mlp.shared_experts
+    router, shared = f"{prefix}gate.weight", f"{prefix}shared_experts."
+    pair = f"{shared}gate_proj.weight", f"{shared}up_proj.weight"
+    is_apart = store.is_packed(router, *pair)
     return SparseWeights(
         norm=norm,
-        router_gate_up=stack_rows([mlp.gate.weight, shared.gate_proj.weight, shared.up_proj.weight]),
+        router_gate_up=store.plain(router) if is_apart else store.plain_joint(router, *pair),
+        shared_gate_up=store.joint(*pair) if is_apart else None,
         bias=mlp.gate.e_score_correction_bias.detach().float().contiguous(),
-        gate_up=_plain(mlp.experts.gate_up_proj),
-        down=_plain(mlp.experts.down_proj),
-        shared_down=_plain(shared.down_proj.weight),
+        gate_up=store.one(f"{prefix}experts.gate_up_proj"),
+        down=store.one(f"{prefix}experts.down_proj"),
+        shared_down=store.one(f"{shared}down_proj.weight"),
         top_k=config.num_experts_per_tok,
         scaling=config.moe_routed_scaling_factor,
         softcap=config.router_logit_softcapping,

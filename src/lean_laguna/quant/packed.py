@@ -169,6 +169,24 @@ def stack_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
     return PackedWeight(first.scheme, shape, heights=heights, **joined)
 
 
+def split_rows(joint: PackedWeight) -> list[PackedWeight]:
+    """Return the linears that ``stack_rows`` joined, as views."""
+    rows, scale_rows, linears = 0, 0, []
+    for i, height in enumerate(joint.heights):
+        tall = joint.scale_rows(height)
+        places = {
+            "codes": (..., slice(rows, rows + height), slice(None)),
+            "scales": (..., slice(scale_rows, scale_rows + tall), slice(None)),
+            "zero_points": (..., slice(scale_rows, scale_rows + tall), slice(None)),
+            "global_scales": (..., slice(i, i + 1)),
+        }
+        own = {name: tensor[places[name]] for name, tensor in joint.tensors().items()}
+        shape = (*joint.shape[:-2], height, joint.shape[-1])
+        linears.append(PackedWeight(joint.scheme, shape, **own))
+        rows, scale_rows = rows + height, scale_rows + tall
+    return linears
+
+
 def bank(experts: Sequence[PackedWeight]) -> PackedWeight:
     """Return one weight [E, N, K] of experts [N, K] of one scheme.
 

@@ -14,7 +14,7 @@ from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.triton.experts import Routing
-from lean_laguna.kernels.triton.formats import Weight
+from lean_laguna.kernels.triton.formats import Weight, plain
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
@@ -180,6 +180,7 @@ def run_experts(
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
     """
+    bank_up, bank_down, shared_down = (plain(weight) for weight in (mlp.gate_up, mlp.down, mlp.shared_down))
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
     project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
@@ -197,7 +198,7 @@ def run_experts(
     table_bytes = _routing_bytes(experts, mlp.top_k, cols)
     ring = _ring(d // THREADS)
     up = Source.of("experts_up", K=d, RING=ring, **constants)
-    up_arguments = (normed, scores, mlp.bias, mlp.gate_up, shared_rows, routing.act, shared_act)
+    up_arguments = (normed, scores, mlp.bias, bank_up, shared_rows, routing.act, shared_act)
     launch_kernel(
         up,
         PROGRAMS * multiprocessors(hidden.device),
@@ -209,7 +210,7 @@ def run_experts(
     ring = _ring(2 * f // THREADS, DOWN_RING)
     down = Source.of("experts_down", N=d, RING=ring, **constants)
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    down_arguments = (routing.act, shared_act, tables, mlp.down, mlp.shared_down, hidden, tap)
+    down_arguments = (routing.act, shared_act, tables, bank_down, shared_down, hidden, tap)
     launch_kernel(
         down,
         d // 16,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.formats import as_plain
 from lean_laguna.kernels.triton.heads import append_rows
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
 from lean_laguna.kernels.triton.primitives import wait_with_rows
@@ -199,9 +200,9 @@ def append_chunk_context(
         num_tokens: Tokens.
     """
     rows = taps if weights.aux_norms is None else _norm(taps, weights.aux_norms, weights.eps)
-    context = _norm(F.linear(rows.flatten(1), weights.fc), weights.hidden_norm, weights.eps)
+    context = _norm(F.linear(rows.flatten(1), as_plain(weights.fc)), weights.hidden_norm, weights.eps)
     layer, (num_layers, _, kv_block_size, J, P) = weights.layers[0], cache[0].shape
-    parts = weights.context_kv.chunk(num_layers)
+    parts = as_plain(weights.context_kv).chunk(num_layers)
     norms = weights.context_norms
     inputs = [context if norms is None else _norm(context, norms[i], weights.eps) for i in range(num_layers)]
     kv = torch.cat([F.linear(own, part) for own, part in zip(inputs, parts, strict=True)], 1)

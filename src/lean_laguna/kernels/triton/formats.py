@@ -86,6 +86,17 @@ def format_of(weight: Weight) -> tuple[Any, ...]:
     return weight.format if isinstance(weight, Packed) else PLAIN
 
 
+def plain(weight: Weight) -> Tensor:
+    """Return a weight that is known to be plain.
+
+    Raises:
+        TypeError: It is packed.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"a weight kept as {weight.kind} where only plain ones fit")
+    return weight
+
+
 def row_elements(weight: Weight) -> int:
     """Return the elements from one row's codes or values to the next row's."""
     return (weight.codes if isinstance(weight, Packed) else weight).shape[-1]
@@ -239,6 +250,14 @@ def _decode_kernel(
     k = start + tl.arange(0, BLOCK_K)
     at = n[:, None] * K + k[None, :]
     tl.store(out_ptr + at, tl.reshape(tile, (BLOCK_N, BLOCK_K)), mask=(n < ROWS)[:, None] & (k < K)[None, :])
+
+
+def as_plain(weight: Weight) -> Tensor:
+    """Return a weight [N, K] plain: itself, or decoded into memory of its own."""
+    if isinstance(weight, Tensor):
+        return weight
+    rows, columns = weight.shape
+    return decode(weight, torch.empty(rows * columns, dtype=weight.dtype, device=weight.device))
 
 
 def decode(weight: Packed, out: Tensor) -> Tensor:
