@@ -192,8 +192,13 @@ class HttpBackend:
         answer = await self._connection.get_json("/v1/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         names = [card["id"] for card in cards or () if isinstance(card, dict) and "id" in card]
+        if not names and name is not None:
+            return {"id": name}  # some load what a request names, and list what they know of
         if not names:
-            raise BackendError(f"{self.base_url}: /v1/models names no model; is this an OpenAI-style server?")
+            raise BackendError(
+                f"{self.base_url}: /v1/models names no model; give one with --model, if this is an "
+                "OpenAI-style server"
+            )
         if name is None:
             name = names[0]
         if name not in names:

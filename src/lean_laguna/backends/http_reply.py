@@ -42,7 +42,7 @@ class CompletionReader:
         choice: Mapping[str, Any] | None = choices[0] if choices else None
         if event.get("usage"):
             self._usage = event["usage"]
-            self.has_running_usage |= choice is not None
+            self.has_running_usage |= choice is not None and not choice.get("finish_reason")
         if choice is None:
             return None
         delta = choice.get("delta") or {}

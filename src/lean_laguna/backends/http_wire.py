@@ -59,12 +59,12 @@ def body_of(prompt: PromptInput, params: SamplingParams) -> dict[str, Any]:
 
 
 async def events_of(response: httpx.Response, where: str) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events up to ``[DONE]``.
+    """Yield the JSON of server-sent events up to ``[DONE]``, or to the end after a finish reason.
 
     Raises:
         BackendError: The stream breaks off, holds something else, or carries an error.
     """
-    num_events = 0
+    num_events, has_finished = 0, False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
@@ -80,7 +80,12 @@ async def events_of(response: httpx.Response, where: str) -> AsyncIterator[dict[
         if event.get("error"):
             raise BackendError(f"{where}: the server gave up in the stream: {_message(event['error'])}")
         num_events += 1
+        choices = event.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            has_finished |= bool(choices[0].get("finish_reason"))
         yield event
+    if has_finished:  # some servers say no more than that
+        return
     raise BackendError(f"{where}: the stream broke off after {num_events} events, before its [DONE]")
 
 

@@ -187,6 +187,26 @@ def test_a_chat_that_wants_the_newer_name_of_the_limit_gets_it():
         backend.close()
 
 
+def test_a_server_that_lists_no_model_and_ends_without_a_mark_is_asked_by_name():
+    """As the one that the transformers package brings along does."""
+
+    def completions(body):
+        chunks = [{"choices": [{"text": text}]} for text in ("a", "b")]
+        usage = {"prompt_tokens": 9, "completion_tokens": 5}
+        return [*chunks, {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage}]
+
+    with foreign(completions) as theirs:
+        theirs.pages["/v1/models"] = (200, {"data": []})
+        with pytest.raises(BackendError, match="names no model; give one with --model"):
+            HttpBackend(theirs.url)
+        backend = HttpBackend(theirs.url, model="theirs")
+        (result,) = backend.generate(["hi"], PARAMS)
+        assert (result.text, result.num_tokens, result.finish_reason) == ("ab", 5, "length")
+        assert theirs.asked[-1]["model"] == "theirs"
+        assert any("does not report usage while it streams" in limit for limit in backend.limits)
+        backend.close()
+
+
 COUNTERS = """# HELP vllm:spec_decode_num_drafts_total x
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="theirs"}} {0}.0
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="theirs"}} {1}
