@@ -50,7 +50,7 @@ sampling, with vLLM's names; defaults come from the checkpoint, else greedy:
   --logprobs N  --prompt-logprobs N  --include-stop-str-in-output  --keep-special-tokens
   --thinking-token-budget N  --structured-outputs '{"regex": "[0-9]+"}' (json, choice, grammar)
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --max-model-len N
-  --attention-factor X
+  --attention-factor X  --kv-cache-dtype auto|fp8
 
 example: lean-laguna generate 'def fib(n):' --show-drafts --max-tokens 100
 """

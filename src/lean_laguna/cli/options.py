@@ -49,6 +49,7 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
     parser.add_argument("--max-model-len", type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--attention-factor", type=float)
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default=AUTO)  # type: ignore[arg-type]
 
 
 def add_dummy_options(parser: Parser) -> None:
@@ -56,6 +57,7 @@ def add_dummy_options(parser: Parser) -> None:
     parser.add_argument("--kernels", type=one_of("auto", "torch", "triton", "cuda"), default=AUTO)  # type: ignore[arg-type]
     parser.add_argument("--load-format", type=one_of("auto", "dummy"), default=AUTO)  # type: ignore[arg-type]
     parser.add_argument("--shape")
+    parser.add_argument("--scheme")
 
 
 def add_draft_length_option(parser: Parser) -> None:
@@ -193,7 +195,16 @@ def require_models(*names: str | None) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``LLM`` that the command line sets."""
     options = {"device": args.device, "dtype": args.dtype}
-    for name in ("max_model_len", "attention_factor", "kernels", "load_format", "shape"):
+    names = (
+        "max_model_len",
+        "attention_factor",
+        "kv_cache_dtype",
+        "kernels",
+        "load_format",
+        "shape",
+        "scheme",
+    )
+    for name in names:
         if getattr(args, name, None) is not None:
             options[name] = getattr(args, name)
     return options

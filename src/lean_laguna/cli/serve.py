@@ -43,10 +43,11 @@ limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --ma
   --max-request-bytes N  --kv-cache-memory-bytes N  --block-size 16  --shutdown-timeout 30
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --attention-factor X
   --kernels auto|torch|triton|cuda  --load-format auto|dummy  --shape laguna-xs  --seed N
+  --kv-cache-dtype auto|fp8  (half the cache)
   --enable-prefix-caching | --no-enable-prefix-caching        log: --log-level warning  --access-log
 taken where it says what is so: --trust-remote-code --enforce-eager --enable-auto-tool-choice
   --disable-log-requests --disable-log-stats --enable-chunked-prefill --enable-prompt-tokens-details
-  --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --kv-cache-dtype
+  --tensor-parallel-size --pipeline-parallel-size --data-parallel-size
   --moe-backend --generation-config --gpu-memory-utilization; llama.cpp's and SGLang's names, too
 
 example: lean-laguna serve nano --port 8000
@@ -103,6 +104,7 @@ def _add_engine_options(parser: Parser) -> None:
     parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
     parser.add_argument("--attention-factor", type=float)
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")  # type: ignore[arg-type]
     for name in ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size"):
         parser.add_argument(name, type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--kv-cache-memory-bytes", type=whole(1))  # type: ignore[arg-type]

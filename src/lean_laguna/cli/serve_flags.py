@@ -23,7 +23,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--tensor-parallel-size": ("1",),
     "--pipeline-parallel-size": ("1",),
     "--data-parallel-size": ("1",),
-    "--kv-cache-dtype": ("auto",),
     "--moe-backend": ("auto",),
     "--generation-config": ("auto",),
     "--gpu-memory-utilization": (),

@@ -153,6 +153,9 @@ class EngineConfig:
         prefill_chunk_size: Prompt tokens computed per step; chunks start at absolute multiples of it. None
             takes 256, and 2048 with the Triton kernels.
         kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
+        kv_cache_dtype: ``auto``: keys and values are kept in ``dtype``; ``fp8``: the target's as e4m3, with the
+            checkpoint's ``k_scale`` and ``v_scale`` or 1. Half the memory or less; the output is no longer that
+            of an unquantised cache, but still the same with a drafter and without.
         kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length
             requests, at most a quarter of the memory that is free, three quarters on a GPU.
         enable_prefix_caching: Keep the KV pages, and the drafter's context, of prompts for later requests.
@@ -165,6 +168,7 @@ class EngineConfig:
             of the model folder's ``config.json``.
         shape: With ``dummy``: a published model's name, such as ``laguna-xs``; the drafter named ``dummy`` is
             of the same family.
+        scheme: With ``dummy``: how its weights are stored, such as ``nvfp4`` (``quant.builds``); None is ``bf16``.
     """
 
     model: str = "nano"
@@ -175,6 +179,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     prefill_chunk_size: int | None = None
     kv_block_size: int = 16
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     attention_factor: float | None = None
@@ -182,6 +187,7 @@ class EngineConfig:
     kernels: Literal["auto", "torch", "triton", "cuda"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     shape: str | None = None
+    scheme: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -193,6 +199,7 @@ class EngineConfig:
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16")),
             ("kernels", ("auto", "torch", "triton", "cuda")),
+            ("kv_cache_dtype", ("auto", "fp8")),
             ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in accepted:
@@ -220,6 +227,10 @@ class EngineConfig:
             raise ConfigError(f"attention_factor must be a finite number above 0, found {factor!r}")
         if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
             raise ConfigError(f"seed must be a whole number in 0 .. 2**64 - 1, found {seed!r}")
+        if self.scheme is not None and self.load_format != "dummy":
+            raise ConfigError(
+                f"scheme {self.scheme!r} goes with load_format 'dummy' only; a checkpoint says so itself"
+            )
         if self.shape is not None and self.load_format != "dummy":
             raise ConfigError(
                 f"shape {self.shape!r} goes with load_format 'dummy' only; a checkpoint has its own"

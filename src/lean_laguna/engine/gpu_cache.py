@@ -17,7 +17,7 @@ class PagedPools:
         groups: The KV groups, the target's first.
         num_blocks: Per group, the null block included.
         kv_block_size: Positions per block.
-        dtype: Of keys and values.
+        dtype: Of keys and values of groups that name none.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PagedPools:
                     kv_block_size,
                     group.num_kv_heads,
                     group.head_dim,
-                    dtype=dtype,
+                    dtype=group.dtype or dtype,
                     device=device,
                 )
                 for _ in "kv"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,15 @@ class KVBudget:
         return sum(n * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
 
 
+def stored_groups(groups: Sequence[KVGroup], kv_cache_dtype: str) -> tuple[KVGroup, ...]:
+    """Return a target's KV groups as ``EngineConfig.kv_cache_dtype`` has them stored.
+
+    A drafter's own pages stay in the type of its weights: they are few, and drafts are where errors show.
+    """
+    dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None
+    return tuple(dataclasses.replace(group, dtype=dtype) for group in groups)
+
+
 def plan_kv_blocks(
     groups: Sequence[KVGroup],
     *,
@@ -66,7 +76,7 @@ def plan_kv_blocks(
         max_num_seqs: Sequences wanted at once; fewer full-length ones if the budget is short.
         rows_per_step: Most rows of one sequence in one pass.
         kv_block_size: Positions per block.
-        dtype: Of keys and values.
+        dtype: Of keys and values of groups that name none.
         enable_prefix_caching: Also make room for cached ends of prompts.
         budget_bytes: Most bytes to use.
         is_budget_given: The budget is the user's: use all of it, for cached prompts too.
@@ -124,7 +134,7 @@ def kv_cache_for(
         config: Of the engine.
         limits: Of its scheduler.
         max_model_len: Longest prompt plus output, tokens.
-        dtype: Of keys and values.
+        dtype: Of keys and values of groups that name none.
         device: Where they lie.
         allocate: ``models.kv_cache.KVCache``, or what takes the same arguments.
 

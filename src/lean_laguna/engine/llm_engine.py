@@ -17,7 +17,7 @@ from lean_laguna.core.types import Logprob, SamplingParams
 from lean_laguna.engine.draft_lengths import DraftLengths, controller_for
 from lean_laguna.engine.foreseen import with_foreseen
 from lean_laguna.engine.intake import Intake, context_limit
-from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
+from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for, stored_groups
 from lean_laguna.engine.logprobs import prompt_logprobs, with_text
 from lean_laguna.engine.model_runner import ComputedRows, ModelRunner, Run, Target
 from lean_laguna.engine.output import CompletionDelta
@@ -85,7 +85,10 @@ class LLMEngine:
         vocab_size = target.config.vocab_size
         self._noise = NoiseCache(vocab_size)
         self._synthetic = _synthetic(proposer, config)
-        groups = (*target.kv_groups(), *(proposer.kv_groups() if proposer is not None else ()))
+        groups = (
+            *stored_groups(target.kv_groups(), config.kv_cache_dtype),
+            *(proposer.kv_groups() if proposer is not None else ()),
+        )
         used = [i for i, group in enumerate(groups) if group.num_layers]
         budget = self._set_up(groups, used, limits)
         self.kv_bytes = budget.total_bytes

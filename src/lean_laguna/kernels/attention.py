@@ -18,10 +18,37 @@ from lean_laguna.kernels.attention_plan import ATTN_CHUNK, AttentionPlan, Span, 
 from lean_laguna.kernels.elementwise import add_up, scalar
 from lean_laguna.kernels.linear import ROW_TILE, batched_matmul
 
-__all__ = ["AttentionPlan", "Span", "paged_attention"]
+__all__ = ["AttentionPlan", "Span", "paged_attention", "store_kv"]
+
+E4M3_MAX = 448.0
 
 
-def paged_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def store_kv(
+    own: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, scales: tuple[float, float] = (1.0, 1.0)
+) -> None:
+    """Store keys and values in their pages, as FP8 codes where that is what pages hold.
+
+    Args:
+        own: [T, 2 * J * P], keys before values.
+        kv: A layer's storage [num_blocks, kv_block_size, 2, J, P], contiguous; changed.
+        slots: Flat slots [T] int64.
+        scales: Of keys and of values; a code is the value over its scale, saturated. FP8 only.
+    """
+    if kv.dtype == torch.float8_e4m3fn:
+        halves = own.float().view(own.shape[0], 2, -1)
+        halves = halves / halves.new_tensor(scales).view(1, 2, 1)
+        own = halves.clamp_(-E4M3_MAX, E4M3_MAX).to(kv.dtype).view(own.shape).view(torch.uint8)
+        kv = kv.view(torch.uint8)
+    kv.view(-1, own.shape[1]).index_copy_(0, slots, own.to(kv.dtype))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
     """Attend from packed rows to their cached keys.
 
     Args:
@@ -29,6 +56,7 @@ def paged_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scal
         kv: A layer's storage [num_blocks, kv_block_size, 2, J, P], contiguous.
         plan: Of this batch and the layer's group.
         scale: Factor on the scores.
+        kv_scales: Of keys and of values, where pages hold FP8 codes.
 
     Returns:
         [T, H, P]; rows beyond the plan's are finite and mean nothing.
@@ -36,7 +64,7 @@ def paged_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scal
     num_rows, padding = q.shape[0], -q.shape[0] % ROW_TILE
     if padding:
         q = F.pad(q, (0, 0, 0, 0, 0, padding))
-    outs = [_attend(q, kv, batch, scale) for batch in plan.batches]
+    outs = [_attend(q, kv, batch, scale, kv_scales) for batch in plan.batches]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     if plan.packed_rows is not None:
         out = out.index_select(0, plan.packed_rows)
@@ -44,13 +72,16 @@ def paged_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scal
     return out[:num_rows] if missing <= 0 else F.pad(out, (0, 0, 0, 0, 0, missing))
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float, kv_scales: tuple[float, float]
+) -> torch.Tensor:
     num_tiles, num_chunks = batch.num_tiles, batch.num_chunks
     num_kv_heads, head_dim = kv.shape[-2:]
     per_kv = q.shape[1] // num_kv_heads
     pairs, tall = num_tiles * num_kv_heads, ROW_TILE * per_kv
-    gathered = kv.view(-1, head_dim).index_select(0, batch.kv_rows)
-    keys, values = gathered.view(2, pairs * num_chunks, ATTN_CHUNK, head_dim)
+    keys, values = _gather(kv, batch.kv_rows, q.dtype, kv_scales).view(
+        2, pairs * num_chunks, ATTN_CHUNK, head_dim
+    )
     if batch.rows is not None:
         q = q.index_select(0, batch.rows)
     tiled = q.view(num_tiles, ROW_TILE, num_kv_heads, per_kv, head_dim).permute(0, 2, 1, 3, 4)
@@ -73,3 +104,14 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, batch: TileBatch, scale: float) -
         )
     rows = out.view(num_tiles, num_kv_heads, ROW_TILE, per_kv, head_dim).transpose(1, 2)
     return rows.contiguous().view(num_tiles * ROW_TILE, -1, head_dim)
+
+
+def _gather(
+    kv: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, scales: tuple[float, float]
+) -> torch.Tensor:
+    """Return rows of a layer's storage, keys before values; FP8 codes as numbers of ``dtype``."""
+    if kv.dtype != torch.float8_e4m3fn:
+        return kv.view(-1, kv.shape[-1]).index_select(0, rows)
+    codes = kv.view(torch.uint8).view(-1, kv.shape[-1]).index_select(0, rows).view(kv.dtype)
+    halves = codes.float().view(2, -1)
+    return halves.mul_(halves.new_tensor(scales).view(2, 1)).to(dtype)

@@ -21,6 +21,7 @@ from lean_laguna.kernels.reference import (
     rms_scale_,
     rotate_,
     softplus,
+    store_kv,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "route",
     "silu_and_mul",
     "softplus",
+    "store_kv",
 ]
 
 

@@ -4,7 +4,7 @@ Contract: a row's bits depend on that row, its keys and the weights; never on th
 order, or on the other rows.
 """
 
-from lean_laguna.kernels.attention import paged_attention
+from lean_laguna.kernels.attention import paged_attention, store_kv
 from lean_laguna.kernels.attention_plan import AttentionPlan, Tiles, plan_attention
 from lean_laguna.kernels.elementwise import (
     apply_rotary,
@@ -34,4 +34,5 @@ __all__ = [
     "route",
     "silu_and_mul",
     "softplus",
+    "store_kv",
 ]

@@ -21,6 +21,7 @@ class KVGroup:
         num_kv_heads: J.
         head_dim: P.
         window: Keys a layer sees, itself included; None sees all.
+        dtype: What its keys and values are stored as; None: as the cache says.
     """
 
     name: str
@@ -28,10 +29,12 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    dtype: torch.dtype | None = None
 
     def block_bytes(self, kv_block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers of the group."""
-        return self.num_layers * kv_block_size * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of one block over all layers of the group; ``dtype`` where it has none of its own."""
+        itemsize = (self.dtype or dtype).itemsize
+        return self.num_layers * kv_block_size * 2 * self.num_kv_heads * self.head_dim * itemsize
 
 
 class KVCache:
@@ -44,7 +47,7 @@ class KVCache:
         groups: As given.
         num_blocks: Of each group.
         kv_block_size: Tokens per KV page.
-        dtype: Of keys and values.
+        dtype: Of keys and values of groups that name none.
         num_changes: Per group, a count that grows whenever its pages are handed out to be written: while it
             stands still, so do they.
     """
@@ -66,12 +69,18 @@ class KVCache:
         self._layers = [
             [
                 torch.zeros(
-                    blocks, kv_block_size, 2, group.num_kv_heads, group.head_dim, dtype=dtype, device=device
+                    (blocks, kv_block_size, 2, group.num_kv_heads, group.head_dim),
+                    dtype=group.dtype or dtype,
+                    device=device,
                 )
                 for _ in range(group.num_layers)
             ]
             for group, blocks in zip(self.groups, self.num_blocks, strict=True)
         ]
+
+    def dtype_of(self, group: int) -> torch.dtype:
+        """What a group's keys and values are stored as."""
+        return self.groups[group].dtype or self.dtype
 
     def storage(self, group: int, layer: int) -> torch.Tensor:
         """Storage of the group's ``layer``-th layer, [num_blocks, kv_block_size, 2, J, P], to be written."""

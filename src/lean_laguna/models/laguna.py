@@ -129,6 +129,12 @@ class LagunaForCausalLM(nn.Module):
             KVGroup("sliding", counts[1], heads, head_dim, config.sliding_window),
         )
 
+    def kv_scales_of(self, layer: int) -> tuple[float, float]:
+        """Return what a layer's FP8 codes of keys and of values are multiplied by; 1 where none is stored."""
+        names = (f"model.layers.{layer}.self_attn.{kind}_scale" for kind in "kv")
+        k_scale, v_scale = (self.kv_scales.get(name, 1.0) for name in names)
+        return k_scale, v_scale
+
     @torch.no_grad()
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, *, tap_layer_ids: tuple[int, ...] = ()
@@ -254,8 +260,9 @@ class LagunaForCausalLM(nn.Module):
         """Lay weights out for the served path, in place; names, shapes and values stay."""
         # Not under inference mode, whose tensors could never be trained on.
         with torch.inference_mode(False), torch.no_grad():
-            for layer in self.layers:
+            for i, layer in enumerate(self.layers):
                 layer.pack(True)
+                layer.self_attn.kv_scales = self.kv_scales_of(i)
             if not self.config.tie_word_embeddings:
                 pack_rows([self.lm_head.weight])
         self._is_packed = True

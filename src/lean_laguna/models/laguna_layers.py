@@ -54,7 +54,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed queries and keys, partial rotation and a softplus output gate."""
+    """Grouped-query attention with normed queries and keys, partial rotation and a softplus output gate.
+
+    Attributes:
+        kv_scales: What an FP8 cache's codes of keys and of values are multiplied by.
+    """
 
     def __init__(self, config: LagunaConfig, layer: int):
         super().__init__()
@@ -73,6 +77,7 @@ class Attention(nn.Module):
             gates = self.num_heads * (1 if self.gating == "per-head" else head_dim)
             self.g_proj = nn.Linear(hidden, gates, bias=False)
         self._packed: torch.Tensor | None = None
+        self.kv_scales = (1.0, 1.0)
 
     @property
     def packed(self) -> torch.Tensor:
@@ -116,10 +121,8 @@ class Attention(nn.Module):
         own = joint[: plan.num_rows, heads * head_dim : (heads + 2 * kv_heads) * head_dim]
         if plan.kept_rows is not None:
             own = own.index_select(0, plan.kept_rows)
-        if own.dtype != kv.dtype:
-            own = own.to(kv.dtype)
-        kv.view(-1, 2 * kv_heads * head_dim).index_copy_(0, plan.slots, own)
-        out = dispatch.paged_attention(q, kv, plan, head_dim**-0.5)
+        dispatch.store_kv(own, kv, plan.slots, self.kv_scales)
+        out = dispatch.paged_attention(q, kv, plan, head_dim**-0.5, self.kv_scales)
         if self.gating != "off":
             gate = dispatch.softplus(joint[:, (heads + 2 * kv_heads) * head_dim :])
             out.mul_(gate.view(num_rows, heads, -1))

@@ -161,7 +161,8 @@ class TilePasses:
         height = next(
             (rows for rows in TILE_HEIGHTS if rows >= num_rows and self._pass(rows) is not None), None
         )
-        if height is None or kv_cache.dtype != torch.float32:
+        is_plain = all(kv_cache.dtype_of(i) == torch.float32 for i in range(len(self._groups)))
+        if height is None or not is_plain:
             return None
         plans: list[TilePlan | None] = []
         num_bytes = 0

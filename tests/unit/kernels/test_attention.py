@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lean_laguna.kernels import attention_plan as module
-from lean_laguna.kernels.attention import paged_attention
+from lean_laguna.kernels.attention import paged_attention, store_kv
 from lean_laguna.kernels.attention_plan import ATTN_CHUNK, Tiles, plan_attention
 
 PAGE, KV_HEADS, HEAD_DIM = 16, 2, 8
@@ -143,3 +143,20 @@ def test_own_slots_name_kept_rows_only():
     plan = plan_attention(Tiles([Span(0, 2, 32, ((0, 0, 7),))]), 0, 16, 1, 8, 1)
     assert plan.slots.tolist() == [7 * 16, 7 * 16 + 1]
     assert plan.kept_rows is None
+
+
+@pytest.mark.parametrize(("length", "heads", "window"), [(70, 4, None), (70, 6, 24)])
+def test_codes_of_an_fp8_cache_are_scaled_and_saturate(length, heads, window, generator):
+    case = Case(length, heads, window, generator, scale=4.0)
+    scales = (0.02, 0.005)  # values beyond 448 * 0.005 = 2.24 are cut off
+    plan = plan_attention(Tiles([Span(0, length, 0, (case.table,))]), 0, PAGE, KV_HEADS, HEAD_DIM, window)
+    kv = torch.zeros(len(case.table) + 1, PAGE, 2, KV_HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
+    store_kv(torch.cat((case.k.flatten(1), case.v.flatten(1)), 1), kv, plan.slots, scales)
+    found = paged_attention(case.q, kv, plan, 0.3, scales)
+
+    def kept(values, scale):
+        return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    case.k, case.v = kept(case.k, scales[0]), kept(case.v, scales[1])
+    assert case.v.abs().max() == torch.tensor(448 * scales[1])
+    assert torch.allclose(found[:length].double(), case.expected(), rtol=1e-4, atol=1e-5)
