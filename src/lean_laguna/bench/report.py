@@ -271,9 +271,11 @@ def _ab_parity_line(result: Mapping[str, Any]) -> Text:
     parity = result["parity"]
     compared = sum(sum(parity[side].values()) for side in ("control", "speculative"))
     wrong = parity["num_mismatches"]
+    by_text = any("compared as text" in said for _, said in _limits(result))
     line = Text.assemble(
         (f"{wrong} mismatches", "bold red" if wrong else "bold green"),
-        f": {compared} outputs compared with the first baseline run, token for token",
+        f": {compared} outputs compared with the first baseline run, "
+        f"{'text for text' if by_text else 'token for token'}",
     )
     for extra in _difference_lines(parity["differences"]):
         line.append("\n").append_text(extra)

@@ -92,6 +92,12 @@ def test_the_sweep_report_marks_the_best_and_the_wrong(sweep):
     assert "<svg" in sweep_svg(sweep)
 
 
+def test_what_was_compared_is_said(ab):
+    assert "first baseline run, token for token" in shown(ab_report(ab))
+    ab["engines"]["baseline"] |= {"base_url": "http://x", "limits": ["no ids: outputs are compared as text"]}
+    assert "first baseline run, text for text" in shown(ab_report(ab))
+
+
 def test_the_parity_report_gives_a_verdict_per_prompt(parity):
     text = shown(parity_report(parity))
     assert "2 mismatches, 0 near-ties in 4 comparisons over 82 tokens" in text
