@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.gpu_costs import RowCosts
 from lean_laguna.engine.llm_engine import LLMEngine
+from lean_laguna.spec.draft_schedule import StepCosts
 from lean_laguna.spec.dspark_proposer import make_proposer
 from support.engines import assert_nothing_held, run_all, tokens_of
 from support.gpu import toy_config, toy_drafter, toy_engine, toy_target, toy_tokenizer
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes ar
 PROMPTS = [[token % 200 + 20 for token in tokens_of(i, n)] for i, n in enumerate((5, 11, 3))]
 
 
-def params(temperature=0.0, max_tokens=6, **options):
+def params(temperature=0.0, max_tokens=5, **options):
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=4, **options)
 
 
@@ -46,8 +48,19 @@ def drafts_on_host(engine):
     return found
 
 
-@pytest.mark.parametrize("kind", ["dspark", "shifted"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 8, "top_p": 0.9}])
+SAMPLED, FILTERED = {"temperature": 0.9}, {"temperature": 0.9, "top_k": 8, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dspark", {}),
+        ("shifted", SAMPLED),
+        pytest.param("dspark", SAMPLED, marks=pytest.mark.slow),
+        pytest.param("dspark", FILTERED, marks=pytest.mark.slow),
+        pytest.param("shifted", FILTERED, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_are_those_of_a_cpu(kind, options):
     on_host = LLMEngine(
         toy_target(),
@@ -61,9 +74,60 @@ def test_drafts_are_those_of_a_cpu(kind, options):
         drafts = note(engine)
         state = engine.add_request(PROMPTS[0], params(**options))
         run_all(engine)
-        drafts = [block for block in drafts if block]
-        found.append((state.sequences[0].completion.token_ids, drafts[: len(drafts)]))
+        found.append((state.sequences[0].completion.token_ids, [block for block in drafts if block]))
     (tokens, drafts), (expected_tokens, expected) = found
     assert tokens == expected_tokens
     assert drafts[: len(expected)] == expected
     assert len(expected) > 2
+
+
+def said(engine, **options):
+    """What three requests say, two of them sampled, and how many drafts each had cut."""
+    states = [
+        engine.add_request(prompt, params(0.9 * (i % 2), 3 + i, **options))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    run_all(engine)
+    assert_nothing_held(engine)
+    completions = [state.sequences[0].completion for state in states]
+    return [c.token_ids for c in completions], engine.stats().speculation
+
+
+def steep(engine):
+    """Have every further row cost as much as a step."""
+    engine._prices.costs = RowCosts([[float(rows) for rows in range(17)]] * 2)
+
+    def choose(batch, context_len, *, may_schedule):
+        engine.controller.schedule.costs = StepCosts([1.0] * 8, 0.5)
+        return 5
+
+    engine.controller.choose = choose
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return said(toy_engine())[0]
+
+
+def test_drafts_cut_by_confidence_change_nothing(expected):
+    found, counts = said(steep(toy_engine("auto", kind="dspark")))
+    assert found == expected
+    assert counts.num_cut_draft_tokens > 0
+    assert counts.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dspark", "shifted"])
+def test_drafts_all_sent_change_nothing(expected, kind):
+    found, counts = said(toy_engine(4, kind=kind))
+    assert found == expected
+    assert counts.num_cut_draft_tokens == 0
+
+
+@pytest.mark.slow
+def test_steps_that_the_host_decides_are_cut_too():
+    plain, _ = said(toy_engine(), logprobs=1, repetition_penalty=1.3)
+    found, counts = said(steep(toy_engine("auto", kind="dspark")), logprobs=1, repetition_penalty=1.3)
+    assert found == plain
+    assert counts.num_cut_draft_tokens > 0

@@ -20,10 +20,12 @@ class DraftLengths:
 
     Attributes:
         controller: None without a drafter.
+        num_made_tokens: Longest draft of the step last chosen for, where it is scheduled; else None.
     """
 
     def __init__(self, controller: DraftLengthController | None):
         self.controller = controller
+        self.num_made_tokens: int | None = None
         self._context_len = 0
         self._chosen: list[int] = []
         self._num_drafted = self._num_accepted = 0
@@ -36,13 +38,13 @@ class DraftLengths:
         chosen = 0
         if following:
             self._context_len = max(s.num_computed for s in following)
-            chosen = self.controller.choose(len(following), self._context_len)
-        schedule = self.controller.schedule
-        if schedule is not None:
             # A step that holds a request with a length of its own sends what it drafts.
-            schedule.costs = self.controller.step_costs() if len(following) == len(sequences) else None
-            if schedule.costs is not None:
-                chosen = min(self.controller.max_draft_tokens, 2 * chosen + 1)
+            is_alone = len(following) == len(sequences)
+            chosen = self.controller.choose(len(following), self._context_len, may_schedule=is_alone)
+        schedule = self.controller.schedule
+        if schedule is not None and not following:
+            schedule.costs = None
+        self.num_made_tokens = chosen if schedule is not None and schedule.costs is not None else None
         self._chosen = [
             min(
                 chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
@@ -59,6 +61,7 @@ class DraftLengths:
         *,
         draft_s: float,
         verify_s: float,
+        num_made_tokens: int | None = None,
     ) -> None:
         """Report a step that only decoded.
 
@@ -69,6 +72,7 @@ class DraftLengths:
             accepted: Per sequence, its drafts and how many were accepted.
             draft_s: Seconds for proposing and for the drafter's context.
             verify_s: Seconds for the rest.
+            num_made_tokens: Longest draft made for it, where it was scheduled.
         """
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
@@ -84,6 +88,7 @@ class DraftLengths:
             verify_s=verify_s,
             accepted=accepted,
             unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
+            num_made_tokens=num_made_tokens,
         )
 
     def _check_acceptance(self, accepted: Sequence[tuple[int, int]]) -> None:

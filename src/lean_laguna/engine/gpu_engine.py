@@ -12,14 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lean_laguna.engine.gpu_cache import PagedPools
+from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
 from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, mark, seconds_between
-from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
-from lean_laguna.engine.gpu_programs import StepPrograms
+from lean_laguna.engine.gpu_layout import chances_made, has_filters, split_rows, tokens_said
+from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
 from lean_laguna.engine.gpu_weights import can_compile_cuda
@@ -82,6 +84,11 @@ class GpuEngine(LLMEngine):
         self._told: set[str] = set()
         self._watcher: LogitsWatcher | None = None
         self._programs.warm_up()
+        self._schedule = self.controller.schedule if self.controller is not None else None
+        if self._schedule is not None:
+            self._schedule.row_tiles = (NARROW, MAX_ROWS)
+        is_measured = is_gpu and self._schedule is not None
+        self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget
 
     @property
@@ -174,10 +181,17 @@ class GpuEngine(LLMEngine):
             self._drain(deltas)
             left = [sequence for sequence in sequences if sequence.is_admitted]
             self._lay_out(left, [lengths[sequence] for sequence in left])
+        self._set_prices()
         while len(self._rounds) < self._STEPS_AHEAD and self._launch_round(lengths, is_alone):
             pass
         if self._rounds:
             self._read_round(deltas)
+
+    def _set_prices(self) -> None:
+        """Have the drafts that are made from here on cut as the step last chosen for says."""
+        if self._schedule is not None:
+            costs = self._schedule.costs
+            self._prices.set(None if costs is None else costs.tokens_per_s)
 
     def _can_go_on(self, lengths: dict[SequenceState, int]) -> bool:
         """Say whether the lanes hold just these sequences, and their launches are as few as can be."""
@@ -199,6 +213,7 @@ class GpuEngine(LLMEngine):
     def _lay_out(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> None:
         """Share sequences out among launches, and draft for them."""
         drafter = self._programs.drafter
+        self._prices.set(None)  # the host knows where rows stand that it laid out
         for cut in split_rows(lengths):
             own = [sequences[i] for i in cut]
             for sequence in own:
@@ -245,11 +260,13 @@ class GpuEngine(LLMEngine):
         programs.run("verify" if has_context else "decode", cols, filtered=filtered)
         logits = lanes.read_logits_later() if self._watcher is not None else None
         verified = mark(device)
+        made, lane.num_made_tokens = lane.num_made_tokens, None
         if any(wanted):
             programs.run("propose", cols, filtered=filtered)
+            lane.num_made_tokens = self._draft_lengths.num_made_tokens
         said = lanes.read_later()
         lane.num_under_way += 1
-        return Launched(lane, said, (start, verified, mark(device)), logits)
+        return Launched(lane, said, (start, verified, mark(device)), logits, made, cols > NARROW)
 
     def _read_round(self, deltas: list[CompletionDelta]) -> None:
         """Wait for the oldest step under way and commit what it said."""
@@ -257,27 +274,38 @@ class GpuEngine(LLMEngine):
         sequences: list[SequenceState] = []
         counts: list[tuple[int, int]] = []
         draft_s, verify_s, is_known = 0.0, 0.0, a_round.is_alone
+        chances: list[tuple[float, ...] | None] = []
         for launched in a_round.launched:
             self._lanes.wait(launched.marks[2])
-            lane = launched.lane
-            for sequence, count in self._commit(launched, deltas):
+            lane, lane_s = launched.lane, seconds_between(*launched.marks[:2])
+            spoke = self._commit(launched, deltas)
+            for sequence, count, own_chances in spoke:
                 sequences.append(sequence)
                 counts.append(count)
+                chances.append(own_chances)
+            num_rows = sum(1 + count[0] for _, count, _ in spoke)
+            self._prices.costs.observe(num_rows, lane_s, is_wide=launched.is_wide)
             is_known = is_known and lane.draft_s is not None
             draft_s += lane.draft_s or 0.0
-            verify_s += seconds_between(*launched.marks[:2])
+            verify_s += lane_s
             lane.draft_s = seconds_between(*launched.marks[1:])
             self._lanes.give_back(launched.said)
         if is_known and sequences:
-            self._draft_lengths.observe(sequences, counts, draft_s=draft_s, verify_s=verify_s)
+            if self._schedule is not None:
+                self._schedule.note([num for num, _ in counts], chances)
+            made = a_round.launched[0].num_made_tokens
+            self._draft_lengths.observe(
+                sequences, counts, draft_s=draft_s, verify_s=verify_s, num_made_tokens=made
+            )
 
     def _commit(
         self, launched: Launched, deltas: list[CompletionDelta]
-    ) -> list[tuple[SequenceState, tuple[int, int]]]:
-        """Commit what one lane's step said; returns who spoke, with drafts verified and accepted."""
+    ) -> list[tuple[SequenceState, tuple[int, int], tuple[float, ...] | None]]:
+        """Commit what one lane's step said; returns who spoke, drafts verified and accepted, and chances."""
         lane, fields = launched.lane, launched.said.arrays
         lane.num_under_way -= 1
         spoke = []
+        chances, lane.chances = lane.chances, self._chances_after(lane, fields)
         for i, sequence in enumerate(lane.sequences):
             tokens = tokens_said(fields, i, lane.emitted[i])
             drafted = int(fields["drafted"][i]) - lane.drafted[i]
@@ -291,11 +319,26 @@ class GpuEngine(LLMEngine):
                 continue  # it has ended, here or on the device
             if self._watcher is not None and launched.logits is not None:
                 self._watcher(sequence, launched.logits[row : row + len(tokens)])
-            spoke.append((sequence, (drafted, accepted)))
+            spoke.append((sequence, (drafted, accepted), chances[i] if chances is not None else None))
             self._record(sequence, drafted, accepted)
             sequence.num_computed += len(tokens)
             self._emit(sequence, tokens, accepted, deltas, None)
         return spoke
+
+    def _chances_after(self, lane: Lane, fields: dict[str, Any]) -> list[tuple[float, ...]] | None:
+        """Return the chances of the drafts that a lane's step left, and count those that it cut."""
+        if self._schedule is None:
+            return None
+        cuts = [int(fields["cut"][i]) - lane.cut[i] for i in range(len(lane.sequences))]
+        for i, (sequence, num) in enumerate(zip(lane.sequences, cuts, strict=True)):
+            lane.cut[i] += num
+            self._record_cut(sequence, num)
+        return chances_made(fields, cuts)
+
+    def _record_cut(self, sequence: SequenceState, num: int) -> None:
+        if sequence.speculation is not None:
+            sequence.speculation.record_cut(num)
+            self._counters.speculation.record_cut(num)
 
     def _record(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
         if sequence.speculation is not None:
@@ -308,6 +351,7 @@ class GpuEngine(LLMEngine):
         """Draft, verify and accept for sequences whose tokens the host chooses."""
         start_s, draft_s = time.perf_counter(), 0.0
         lengths = self._draft_lengths.choose(sequences)
+        self._set_prices()
         counts: list[tuple[int, int]] = []
         for cut in split_rows(lengths):
             own, num_drafts = [sequences[i] for i in cut], [lengths[i] for i in cut]
@@ -320,6 +364,7 @@ class GpuEngine(LLMEngine):
                 verdict = self._accept(sequence, draft, verified.sampled.token_ids[i])
                 counts.append((len(draft), verdict.num_accepted_tokens))
                 self._record(sequence, *counts[-1])
+                self._record_cut(sequence, verified.num_cut[i])
                 sequence.num_computed += len(verdict.token_ids)
                 if self._watcher is not None:
                     self._watcher(sequence, verified.logits_of(i)[: len(verdict.token_ids)])

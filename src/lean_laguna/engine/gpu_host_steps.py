@@ -49,11 +49,13 @@ class Verified:
         drafts: Of each.
         sampled: The target's tokens, and logits on the host for log-probabilities.
         draft_s: Seconds that drafting took.
+        num_cut: Of each, drafts that were made and not worth verifying.
     """
 
     drafts: list[list[int]]
     sampled: SampledRows
     draft_s: float
+    num_cut: list[int]
 
     def logits_of(self, block: int) -> Tensor:
         """Return the logits of one sequence's rows, [R, V]."""
@@ -97,7 +99,8 @@ class HostSteps:
         logits = programs.logits[: int(fields["num_rows"][0])].cpu()
         lanes.give_back(said)
         sampled = SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits)
-        return Verified(drafts, sampled, seconds_between(before, drafted))
+        num_cut = [int(num) for num in fields["cut"][: len(sequences)]]
+        return Verified(drafts, sampled, seconds_between(before, drafted), num_cut)
 
     def first_token(self, sequence: SequenceState, token: int, logits: Tensor) -> SampledRows:
         """Return the token after a prompt.

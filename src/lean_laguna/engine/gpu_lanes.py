@@ -50,12 +50,16 @@ class Launched:
         said: Host copy of the lane's block as the step left it; to be read once ``end`` is reached.
         marks: Start of verification, start of drafting, end.
         logits: Host copy of the verified rows' logits, where somebody watches them.
+        num_made_tokens: Longest draft that was made for it, where it is scheduled; else None.
+        is_wide: Its products are of ``MAX_ROWS`` columns.
     """
 
     lane: Lane
     said: Block
     marks: tuple[Mark, Mark, Mark]
     logits: Tensor | None = None
+    num_made_tokens: int | None = None
+    is_wide: bool = False
 
 
 @dataclass(eq=False)
@@ -71,7 +75,11 @@ class Lane:
         has_new_pages: The buffers' tables are behind.
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
         is_over: Whether the device has ended each.
+        cut: Drafts of each that were not worth verifying.
         draft_s: Seconds that the drafts to be verified next took; None where not known.
+        num_made_tokens: Longest of the drafts to be verified next, where they are scheduled; else None.
+        chances: Of the drafts to be verified next, cut ones included, by entry: that each is accepted if
+            those before it are; None where not known.
         num_under_way: Steps launched and not read.
         row_start: First row of each in the oldest step not read.
         num_uploaded: By entry and table, how many block-table entries the device has.
@@ -87,7 +95,10 @@ class Lane:
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     is_over: list[bool] = field(default_factory=lambda: [False] * MAX_ROWS)
+    cut: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     draft_s: float | None = None
+    num_made_tokens: int | None = None
+    chances: list[tuple[float, ...]] | None = None
     num_under_way: int = 0
     row_start: list[int] = field(default_factory=list)
     num_uploaded: dict[tuple[int, int], int] = field(default_factory=dict)

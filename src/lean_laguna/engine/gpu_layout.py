@@ -96,6 +96,21 @@ def has_filters(sequences: Iterable[SequenceState]) -> bool:
     return any(filters_on_device(sequence.request.params) for sequence in sequences)
 
 
+def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return the chances of each request's drafts as they were laid out, before any was cut.
+
+    Args:
+        fields: ``Block.arrays`` after a step.
+        entry_cuts: Drafts cut of each request in that step.
+    """
+    found, row = [], 0
+    for entry, cut in enumerate(entry_cuts):
+        rows = int(fields["row_count"][entry]) + cut
+        found.append(tuple(float(chance) for chance in fields["chances"][row + 1 : row + rows]))
+        row += rows
+    return found
+
+
 def tokens_said(fields: dict[str, NDArray[Any]], entry: int, before: int) -> list[int]:
     """Return the tokens that a request said after its first ``before``."""
     now = int(fields["emitted"][entry])

@@ -53,8 +53,8 @@ class StepPrograms:
         scratch: Buffers of a step.
         caches: Pages and tables of the target, layer by layer.
         logits: [MAX_ROWS, V] float32, written by ``rows`` and ``choose``.
-        costs: [2, MAX_ROWS + 1] float32 seconds of a step with so many rows, in narrow products and in wide
-            ones, by which ``propose`` cuts drafts; zeros keep all.
+        prices: [2, MAX_ROWS + 1] float32 tokens that a step with so many rows is worth, in narrow products
+            and in wide ones, by which ``propose`` cuts drafts; zeros keep all.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StepPrograms:
             self.draft_group = DRAFT_SLIDING_GROUP
         spark = self.drafter.spark if self.drafter is not None else None
         self._walk = Walk.allocate(len(spark.bias), self.device) if spark is not None else None
-        self.costs = torch.zeros(2, MAX_ROWS + 1, device=self.device)
+        self.prices = torch.zeros(2, MAX_ROWS + 1, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -346,7 +346,7 @@ class StepPrograms:
         schedule(
             walk.guesses,
             self.drafter.spark,
-            self.costs[int(cols > NARROW)],
+            self.prices[int(cols > NARROW)],
             state["chances"],
             state["cut"],
             inputs.input_ids,

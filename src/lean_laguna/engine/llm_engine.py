@@ -288,6 +288,7 @@ class LLMEngine:
                 accepted,
                 draft_s=(drafted_s - start_s) + (end_s - verified_s),
                 verify_s=verified_s - drafted_s,
+                num_made_tokens=self._draft_lengths.num_made_tokens,
             )
 
     def _accept(

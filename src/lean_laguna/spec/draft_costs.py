@@ -31,8 +31,10 @@ class StepTimes:
         self._samples: dict[int, deque[tuple[float, float]]] = {}
         self._medians: dict[int, tuple[float, float]] = {}
 
-    def add(self, num_draft_tokens: int, draft_s: float, verify_s: float) -> None:
-        """Take one step's times in seconds."""
+    def add(self, num_draft_tokens: int, draft_s: float | None, verify_s: float) -> None:
+        """Take one step's times in seconds; None where drafting was not for this length."""
+        if draft_s is None:
+            draft_s = verify_s if self.is_empty and self.prior is None else self.estimate(num_draft_tokens)[0]
         samples = self._samples.setdefault(num_draft_tokens, deque(maxlen=_WINDOW))
         samples.append((draft_s, verify_s))
         middle = len(samples) // 2

@@ -18,6 +18,7 @@ from typing import Any
 
 from lean_laguna.core.config import DraftLength
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.spec.draft_caps import DraftCaps, full_lengths
 from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
@@ -25,6 +26,8 @@ PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_EVERY = 4  # steps between looks at all lengths: a look costs as much as a small kernel
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
+_EARNING_DECAY, _LEAST_EARNING_STEPS = 0.99, 8  # of what scheduled steps bring
+_EXPECTED_GAIN = 1.1  # of scheduled steps over the best fixed length, until it is known
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,10 @@ class _Cell:
         self.probe: int | None = None
         self.probe_paid = False
         self.saved_s = 0.0
+        self.earned_tokens = self.earned_s = 0.0  # decayed, of scheduled steps
+        self.num_earning = 0
+        self.gain = _EXPECTED_GAIN
+        self.caps = DraftCaps()
 
 
 class DraftLengthController:
@@ -108,13 +115,28 @@ class DraftLengthController:
         if profile is not None:
             self.restore(profile)
 
-    def choose(self, batch: int, context_len: int) -> int:
+    def choose(self, batch: int, context_len: int, *, may_schedule: bool = True) -> int:
         """Return the draft length for the next step; the caller may shorten it per request.
+
+        Where the drafter says how confident it is, the step's costs go into ``schedule``, or None where its
+        drafts shall be sent as they are.
 
         Args:
             batch: Sequences decoded in the step, at least 1.
             context_len: Longest context among them, in tokens.
+            may_schedule: False where others share the step.
         """
+        length = self._choose_fixed(batch, context_len)
+        if self.schedule is None:
+            return length
+        self.schedule.costs = costs = self._step_costs(batch) if may_schedule else None
+        if costs is None:
+            return length
+        caps = full_lengths(self.schedule.row_tiles, batch, self.max_draft_tokens)
+        return self._cells[self._last_key].caps.choose(caps, length)
+
+    def _choose_fixed(self, batch: int, context_len: int) -> int:
+        """Return the length of a step whose drafts are all sent."""
         if self._fixed is not None:
             return self._fixed
         self._last_key = key = _key(batch, context_len)
@@ -144,6 +166,7 @@ class DraftLengthController:
         verify_s: float,
         accepted: Sequence[tuple[int, int]],
         unsent: Sequence[Sequence[float]] = (),
+        num_made_tokens: int | None = None,
     ) -> None:
         """Learn from a step that only decoded (no prefill in it).
 
@@ -155,6 +178,7 @@ class DraftLengthController:
             verify_s: Seconds for everything else of the step.
             accepted: Per sequence, its draft tokens and how many were accepted.
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
+            num_made_tokens: Longest draft made in a scheduled step; None for another.
         """
         if self._fixed is not None:
             return
@@ -163,20 +187,47 @@ class DraftLengthController:
         held_back = unsent or [()] * len(accepted)
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
             self._acceptance(key[0]).add(drafted, num_accepted, chances)
-        cell.times.add(num_draft_tokens, draft_s, verify_s)
+        is_cut = num_made_tokens not in (None, num_draft_tokens)
+        if not is_cut or len({num for num, _ in accepted}) == 1:
+            cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         cell.num_steps += 1
         cell.last_tried[num_draft_tokens] = cell.num_steps
         if cell.current is not None:
             emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
             self._settle(cell, num_draft_tokens, draft_s + verify_s, emitted)
+            if num_made_tokens is not None and cell.current:
+                self._earn(cell, key, emitted, (num_draft_tokens, num_made_tokens))
+                self._compare_caps(cell, batch, num_made_tokens)
 
-    def step_costs(self) -> StepCosts | None:
+    def _compare_caps(self, cell: _Cell, batch: int, num_made_tokens: int) -> None:
+        costs = self._step_costs(batch)
+        if self.schedule is not None and costs is not None and self.schedule.survival:
+            caps = full_lengths(self.schedule.row_tiles, batch, self.max_draft_tokens)
+            draft_s = [cell.times.estimate(k)[0] for k in range(self.max_draft_tokens + 1)]
+            cell.caps.observe(caps, num_made_tokens, self.schedule.survival, costs, draft_s)
+
+    def _step_costs(self, batch: int) -> StepCosts | None:
         """Return what a step of the last choice's kind costs; None if that is fixed, unknown or on trial."""
         cell = self._cells.get(self._last_key)
         if self._fixed is not None or cell is None or not cell.current or cell.probe is not None:
             return None
-        times = [cell.times.estimate(k) for k in range(self.max_draft_tokens + 1)]
-        return StepCosts(times[cell.current][0], [verify_s for _, verify_s in times])
+        if cell.num_earning >= _LEAST_EARNING_STEPS:
+            tokens_per_s = cell.earned_tokens / max(_LEAST_STEP_S, cell.earned_s)
+        else:
+            tokens_per_s = cell.tokens_per_s[cell.current]
+        verify_s = [cell.times.estimate(k)[1] for k in range(self.max_draft_tokens + 1)]
+        return StepCosts(verify_s, batch * tokens_per_s)
+
+    def _earn(self, cell: _Cell, key: tuple[int, int], emitted: float, lengths: tuple[int, int]) -> None:
+        """Account for a scheduled step of drafts sent and made, by what such steps usually take."""
+        sent, made = lengths
+        step_s = cell.times.estimate(made)[0] + cell.times.estimate(sent)[1]
+        cell.earned_tokens = cell.earned_tokens * _EARNING_DECAY + emitted
+        cell.earned_s = cell.earned_s * _EARNING_DECAY + max(_LEAST_STEP_S, step_s)
+        cell.num_earning += 1
+        if cell.num_earning >= _LEAST_EARNING_STEPS and cell.num_earning % _PLAN_EVERY == 0:
+            fixed = max(self._fixed_rates(key, cell)[1:])
+            cell.gain = cell.earned_tokens / cell.earned_s / fixed
 
     def explain(self) -> str:
         """Say in one line what is used for the last batch and context, and why."""
@@ -266,7 +317,11 @@ class DraftLengthController:
         return cell.is_known
 
     def _tokens_per_s(self, key: tuple[int, int], cell: _Cell) -> list[float]:
-        """Return the expected tokens per second of one sequence for each draft length."""
+        """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
+        rates = self._fixed_rates(key, cell)
+        return rates if self.schedule is None else [rates[0], *(rate * cell.gain for rate in rates[1:])]
+
+    def _fixed_rates(self, key: tuple[int, int], cell: _Cell) -> list[float]:
         tokens = self._acceptance(key[0]).tokens_per_step()
         return [
             expected / max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k, expected in enumerate(tokens)

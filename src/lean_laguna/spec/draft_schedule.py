@@ -1,28 +1,35 @@
 """How many of a step's drafts are worth verifying: chosen by the drafter's own confidence and measured times.
 
-The length that brings most expected tokens a second is taken: (1 + sum of survival) / (drafting + verifying).
+A second of verification costs the tokens that decoding earns in a second; the length whose expected tokens
+exceed that cost by most is taken. That is what maximises tokens over time in the long run; the best rate of
+each step by itself is not: it sends too much where a step goes badly and too little where it goes well.
 The target decides every token whatever is sent, so the choice may look at the drafts themselves.
 
-Source: DSpark (arXiv 2607.05147), section 3.2, for one stream or one batch of equal length.
+Source: DSpark (arXiv 2607.05147), section 3.2; Dinkelbach, "On Nonlinear Fractional Programming", 1967.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+ROW_TILES = (2, 4, 8, 12, 16)
+"""Rows of a CPU's products; see ``kernels.linear``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Measured seconds of a step.
+    """What verification takes, and what time is worth.
 
     Attributes:
-        draft_s: Of drafting, which is spent when the choice is made.
-        verify_s: Of the rest, for a longest draft of 0, 1, 2, ... tokens.
+        verify_s: Measured seconds for a longest draft of 0, 1, 2, ... tokens.
+        tokens_per_s: Tokens that all sequences of a step together earn in a second.
     """
 
-    draft_s: float
     verify_s: Sequence[float]
+    tokens_per_s: float
 
     def best_length(self, survival: Sequence[Sequence[float]]) -> int:
         """Return the length at which to cut all drafts of a step, 0 for verifying none.
@@ -31,13 +38,13 @@ class StepCosts:
             survival: Per sequence, the chance that draft 1, 2, ... and all before it are accepted.
         """
         longest = min(max((len(chances) for chances in survival), default=0), len(self.verify_s) - 1)
-        expected = float(len(survival))
-        best, best_rate = 0, expected / self._step_s(0)
+        expected = 0.0
+        best, best_value = 0, -self._price(0)
         for length in range(1, longest + 1):
             expected += sum(chances[length - 1] for chances in survival if len(chances) >= length)
-            rate = expected / self._step_s(length)
-            if rate > best_rate:
-                best, best_rate = length, rate
+            value = expected - self._price(length)
+            if value > best_value:
+                best, best_value = length, value
         return best
 
     def may_pay(self, survival: Sequence[Sequence[float]], length: int) -> bool:
@@ -48,18 +55,16 @@ class StepCosts:
             length: Drafts made so far.
         """
         going_on = sum(chances[length - 1] for chances in survival if len(chances) >= length)
-        expected = len(survival) + sum(sum(chances[:length]) for chances in survival)
-        best = max(
-            (len(survival) + sum(sum(chances[:k]) for chances in survival)) / self._step_s(k)
-            for k in range(length + 1)
-        )
+        expected = [sum(sum(chances[:k]) for chances in survival) for k in range(length + 1)]
+        best = max(tokens - self._price(k) for k, tokens in enumerate(expected))
         return any(
-            (expected + (more - length) * going_on) / self._step_s(more) > best
+            expected[length] + (more - length) * going_on - self._price(more) > best
             for more in range(length + 1, len(self.verify_s))
         )
 
-    def _step_s(self, length: int) -> float:
-        return max(1e-9, self.draft_s + self.verify_s[length])
+    def _price(self, length: int) -> float:
+        """Return the tokens that verifying so many drafts costs."""
+        return self.tokens_per_s * self.verify_s[length]
 
 
 @dataclass
@@ -67,12 +72,29 @@ class DraftSchedule:
     """What is agreed between who times steps and who drafts, for one engine.
 
     Attributes:
+        row_tiles: Numbers of rows that steps are made for: more rows up to the next cost a drafter little.
         costs: Of the step at hand; None where drafts are sent as they are.
+        survival: Per sequence drafted for in the last step, chances of its drafts as far as known.
         cut: Per sequence drafted for in the last step, the chances of its drafts that were made and not sent,
             each given that all before it are accepted.
         num_cut_draft_tokens: Drafts made and not sent, in all.
     """
 
+    row_tiles: Sequence[int] = ROW_TILES
     costs: StepCosts | None = None
+    survival: list[list[float]] = field(default_factory=list)
     cut: list[tuple[float, ...]] = field(default_factory=list)
     num_cut_draft_tokens: int = 0
+
+    def note(self, num_sent: Sequence[int], chances: Sequence[Sequence[float] | None]) -> None:
+        """Take what a step made and sent, where another chose for itself.
+
+        Args:
+            num_sent: Per sequence, the drafts sent.
+            chances: Per sequence, of its drafts, each given that those before it are accepted; None where not
+                known.
+        """
+        known = [() if own is None else tuple(own) for own in chances]
+        self.cut = [own[num:] for own, num in zip(known, num_sent, strict=True)]
+        self.survival = [list(accumulate(own, operator.mul)) for own in known] if all(known) else []
+        self.num_cut_draft_tokens += sum(len(own) for own in self.cut)

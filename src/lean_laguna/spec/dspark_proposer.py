@@ -62,6 +62,7 @@ class DSparkProposer(DFlashProposer):
         walked = [next(every) if n else ([], []) for n in lengths]
         if self.schedule is None:
             return [tokens for tokens, _ in walked]
+        self.schedule.survival = [chances for _, chances in walked]
         kept = costs.best_length([chances for _, chances in walked]) if costs is not None else None
         self.schedule.cut = [_chances_beyond(chances, kept) for _, chances in walked]
         self.schedule.num_cut_draft_tokens += sum(len(cut) for cut in self.schedule.cut)

@@ -114,7 +114,7 @@ def test_drafts_are_cut_where_measured_costs_and_confidence_say(temperature):
     wanted = [asked(paged, i, request, 5) for i, request in enumerate(requests)]
     by_hand = [walk_by_hand(drafter, paged, i, request, 5) for i, request in enumerate(requests)]
     for slope in (0.0, 0.3, 3.0):
-        costs = StepCosts(0.5, [1 + slope * k for k in range(6)])
+        costs = StepCosts([1 + slope * k for k in range(6)], 0.8)
         kept = costs.best_length([chances for _, chances in by_hand])
         proposer.schedule.costs = costs
         before = proposer.schedule.num_cut_draft_tokens
@@ -133,7 +133,7 @@ def test_greedy_and_sampled_requests_have_their_own_temperatures():
     chances = {}
     for temperature in (0.0, 0.9):
         _, proposer, paged = served(dspark_json(dspark_config=heads), [9])
-        proposer.schedule.costs = StepCosts(0.0, [1.0, *[1e9] * 5])
+        proposer.schedule.costs = StepCosts([1.0, *[1e9] * 5], 1.0)
         request = sequence(7, [5, 6, 8], temperature=temperature)
         assert proposer.propose([asked(paged, 0, request, 5)], paged.cache, NoiseCache(VOCAB)) == [[]]
         chances[temperature] = proposer.schedule.cut[0][0]

@@ -1,10 +1,12 @@
-"""How many drafts of a step are worth verifying, decided on the device: expected tokens over measured time.
+"""How many drafts of a step are worth verifying, decided on the device: expected tokens against their time.
 
-Drafts of all requests are ranked by their chance of survival; the number of rows that brings most expected
-tokens a second is kept and the rows are laid out anew. A draft never survives better than the one before it,
-so what is kept of a request is a prefix. The target decides every token, whatever is sent.
+Drafts of all requests are ranked by their chance of survival. The number of rows is kept whose expected
+tokens exceed by most the tokens that its time is worth, and the rows are laid out anew. A draft never
+survives better than the one before it, so what is kept of a request is a prefix. The target decides every
+token, whatever is sent.
 
-Source: DSpark (arXiv 2607.05147), section 3.2; vLLM 0.33 adaptive_verification.py.
+Source: DSpark (arXiv 2607.05147), section 3.2; vLLM 0.33 adaptive_verification.py. See
+``spec.draft_schedule``, which is the same for one length a step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def _schedule_kernel(
     guesses_ptr,
     scales_ptr,
     offsets_ptr,
-    costs_ptr,
+    prices_ptr,
     chances_ptr,
     cut_ptr,
     thresholds_ptr,
@@ -91,12 +93,11 @@ def _schedule_kernel(
     num_drafts = tl.sum(is_draft.to(tl.int32), 0)
     within = is_draft[None, :] & (rank[None, :] < i[:, None])
     expected = num_anchors + tl.sum(tl.where(within, survival[None, :], 0.0), 1)
-    can_send = i <= num_drafts
-    cost = tl.load(costs_ptr + num_anchors + i, mask=can_send & (num_anchors + i <= MAX), other=0.0)
-    rate = tl.where(can_send & (cost > 0.0), expected / tl.where(cost > 0.0, cost, 1.0), -1.0)
-    best = tl.max(rate, 0)
-    num_sent = tl.min(tl.where(rate == best, i, MAX), 0)
-    num_sent = tl.where(best > 0.0, num_sent, num_drafts)
+    can_send = (i <= num_drafts) & (num_anchors + i <= MAX)
+    value = expected - tl.load(prices_ptr + num_anchors + i, mask=can_send, other=0.0)
+    value = tl.where(can_send, value, float("-inf"))
+    num_sent = tl.min(tl.where(value == tl.max(value, 0), i, MAX), 0)
+    num_sent = tl.where(tl.load(prices_ptr + MAX) > 0.0, num_sent, num_drafts)
     keep = live & ((index == 0) | (rank < num_sent))
     to = tl.sum((keep[None, :] & (i[None, :] < i[:, None])).to(tl.int32), 1)
     num_kept = tl.sum(keep.to(tl.int32), 0)
@@ -120,7 +121,7 @@ def _schedule_kernel(
 def schedule(
     guesses: Tensor,
     weights: SparkWeights,
-    costs: Tensor,
+    prices: Tensor,
     chances: Tensor,
     cut: Tensor,
     input_ids: Tensor,
@@ -137,7 +138,8 @@ def schedule(
     Args:
         guesses: [MAX_ROWS] float32 confidence logit of each row's draft.
         weights: With the calibration.
-        costs: [MAX_ROWS + 1] float32 seconds of a step with so many rows, drafting included; zeros keep all.
+        prices: [MAX_ROWS + 1] float32 tokens that the time of a step with so many rows is worth; zeros keep
+            all drafts.
         chances: [MAX_ROWS] float32, written: of each row as it was laid out, the chance that its draft is
             accepted if those before it are.
         cut: [MAX_ROWS] int32 drafts ever cut of each request; added to.
@@ -153,7 +155,7 @@ def schedule(
         guesses,
         weights.scales,
         weights.offsets,
-        costs,
+        prices,
         chances,
         cut,
         cut if thresholds is None else thresholds,

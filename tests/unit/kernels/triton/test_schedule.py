@@ -45,12 +45,12 @@ class Step:
         values = list(values)
         return torch.tensor(values + [0] * (16 - len(values)), dtype=torch.int32, device=self.device)
 
-    def run(self, costs, **options):
+    def run(self, prices, **options):
         empty = torch.zeros(1, device=self.device)
         schedule(
             self.guesses,
             SparkWeights(empty, empty, None, None, self.scales, self.offsets, False, 15),
-            torch.tensor(costs, device=self.device),
+            torch.tensor(prices, device=self.device),
             self.chances,
             self.cut,
             self.ids,
@@ -68,9 +68,9 @@ class Step:
         return 1 / (1 + math.exp(-guess))
 
 
-def best_counts(survival, counts, costs):
+def best_counts(survival, counts, prices):
     """Try every number of drafts of each request."""
-    best = (-1.0, ())
+    best = (-1e9, ())
     for kept in itertools.product(*[range(max(1, n)) for n in counts]):
         rows = sum(n + 1 for n, c in zip(kept, counts, strict=True) if c)
         expected = sum(
@@ -78,24 +78,24 @@ def best_counts(survival, counts, costs):
         )
         best = max(
             best,
-            (expected / costs[rows], tuple(n + 1 if c else 0 for n, c in zip(kept, counts, strict=True))),
+            (expected - prices[rows], tuple(n + 1 if c else 0 for n, c in zip(kept, counts, strict=True))),
         )
     return list(best[1])
 
 
 @pytest.mark.parametrize("drafts", [[7], [15], [3, None, 2, 4], [0, 2, 0, 1, 1]])
-def test_the_rows_kept_bring_most_expected_tokens_a_second(device, drafts):
+def test_the_rows_kept_bring_most_over_what_their_time_is_worth(device, drafts):
     draw = random.Random(len(drafts))
     for slope in (0.02, 0.2):
         step = Step(device, drafts, draw)
-        costs = [1 + slope * n ** draw.uniform(0.5, 1.5) for n in range(17)]
+        prices = [1 + slope * n ** draw.uniform(0.5, 1.5) for n in range(17)]
         before = step.rows.positions.tolist()
         survival = [
             list(itertools.accumulate((step.chance(r, k) for k in range(1, n)), lambda a, b: a * b))
             for r, n in enumerate(step.counts)
         ]
-        found = step.run(costs)
-        assert found == best_counts(survival, step.counts, costs)
+        found = step.run(prices)
+        assert found == best_counts(survival, step.counts, prices)
         rows = [step.starts[r] + i for r, n in enumerate(found) for i in range(n)]
         assert step.rows.num_rows.item() == len(rows)
         assert step.ids[: len(rows)].tolist() == [500 + row for row in rows]
@@ -112,7 +112,7 @@ def test_the_rows_kept_bring_most_expected_tokens_a_second(device, drafts):
                 assert step.chances[step.starts[r] + k].item() == pytest.approx(step.chance(r, k), rel=1e-4)
 
 
-def test_without_costs_everything_is_kept(device):
+def test_without_prices_everything_is_kept(device):
     step = Step(device, [3, 0, 5], random.Random(1))
     assert step.run([0.0] * 17) == [4, 1, 6]
     assert step.ids[:11].tolist() == list(range(500, 511))
@@ -123,6 +123,6 @@ def test_chances_of_synthetic_acceptance_are_its_rates(device):
     rates = (0.9, 0.45, 0.0)
     step = Step(device, [5], random.Random(2))
     thresholds = torch.tensor([SyntheticAcceptance(rates).thresholds(16)], device=device)
-    kept = step.run([1.0] * 16 + [1.0], thresholds=thresholds, request_seeds=torch.arange(16, device=device))
+    kept = step.run([1.0] * 17, thresholds=thresholds, request_seeds=torch.arange(16, device=device))
     assert step.chances[1:6].tolist() == pytest.approx([0.9, 0.5, 0, 0, 0])
     assert kept == [3]

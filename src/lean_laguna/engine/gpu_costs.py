@@ -1,0 +1,95 @@
+"""What a step of so many rows takes on this card: measured at start, and kept in line with steps since."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lean_laguna.engine.gpu_lanes import mark, seconds_between
+from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
+from lean_laguna.engine.gpu_state import MAX_ROWS, Block
+
+_REPEATS = 3
+_WINDOW = 15  # steps that say how much longer they take than at start, most of it for their context
+_LEAST_CHANGE = 0.02  # of prices, below which the device keeps the old ones
+
+Table = Sequence[Sequence[float]]
+"""[2][MAX_ROWS + 1] seconds by rows, in narrow products and in wide ones."""
+
+
+class RowCosts:
+    """Seconds of a step by its rows."""
+
+    def __init__(self, verify_s: Table | None = None):
+        """Start from a table; without one all steps count the same."""
+        self._table = np.ones((2, MAX_ROWS + 1)) if verify_s is None else np.array(verify_s)
+        self._is_known = verify_s is not None
+        self._longer: deque[float] = deque(maxlen=_WINDOW)
+
+    def observe(self, num_rows: int, verify_s: float, *, is_wide: bool) -> None:
+        """Take the time of one step."""
+        if self._is_known:
+            self._longer.append(verify_s - self._table[int(is_wide), num_rows])
+
+    def prices(self, tokens_per_s: float) -> NDArray[np.float32]:
+        """Return the tokens that a step's time is worth, [2, MAX_ROWS + 1]."""
+        longer = sorted(self._longer)[len(self._longer) // 2] if self._longer else 0.0
+        return ((self._table + max(0.0, longer)) * tokens_per_s).astype(np.float32)
+
+
+class Prices:
+    """The prices that the device has; sent again when they have changed."""
+
+    def __init__(self, programs: StepPrograms, costs: RowCosts):
+        self._programs, self.costs = programs, costs
+        self._sent = np.zeros((2, MAX_ROWS + 1), dtype=np.float32)
+
+    def set(self, tokens_per_s: float | None) -> None:
+        """Have drafts cut by what time is worth, or, given None, kept."""
+        prices = np.zeros_like(self._sent) if tokens_per_s is None else self.costs.prices(tokens_per_s)
+        if np.abs(prices - self._sent).max() > _LEAST_CHANGE * np.abs(self._sent).max():
+            host = torch.from_numpy(prices)
+            is_gpu = self._programs.device.type == "cuda"
+            self._programs.prices.copy_(host.pin_memory() if is_gpu else host, non_blocking=True)
+            self._sent = prices
+
+
+def measure_rows(programs: StepPrograms) -> Table:
+    """Time a step for each number of rows: of random tokens, so that many experts are drawn."""
+    found = [[0.0] * (MAX_ROWS + 1) for _ in range(2)]
+    draw = random.Random(0)
+    vocab_size = programs.target.embed.shape[0]
+    for is_wide in range(2):
+        for num_rows in range(1, (MAX_ROWS if is_wide else NARROW) + 1):
+            times = []
+            for _ in range(_REPEATS):
+                programs.state.words.copy_(_rows(num_rows, draw, vocab_size).words)
+                start = mark(programs.device)
+                programs.run("verify", MAX_ROWS if is_wide else NARROW)
+                end = mark(programs.device)
+                torch.cuda.synchronize(programs.device)
+                times.append(seconds_between(start, end))
+            found[is_wide][num_rows] = sorted(times)[_REPEATS // 2]
+    for row in found:
+        # More rows never count as cheaper: a draft costs what it costs, noise apart.
+        row[:] = np.maximum.accumulate(row).tolist()
+    programs.state.words.zero_()
+    return found
+
+
+def _rows(num_rows: int, draw: random.Random, vocab_size: int) -> Block:
+    """Return a block of one request with so many rows of random tokens, on no page of its own."""
+    block = Block.allocate("cpu")
+    fields = block.arrays
+    fields["input_ids"][:num_rows] = [draw.randrange(vocab_size) for _ in range(num_rows)]
+    fields["positions"][:num_rows] = np.arange(num_rows)
+    fields["row_count"][0] = fields["num_rows"][0] = num_rows
+    fields["num_requests"][0] = 1
+    fields["remaining"][0] = MAX_ROWS + 1
+    fields["stop_ids"][:] = -1
+    return block
