@@ -127,7 +127,9 @@ class WeightStore:
         self.decoded += [name for name in names if name in self._packed]
         return torch.cat(
             [
-                self._packed[name].decode(self._dtype) if name in self._packed else self._parameters[name].detach()
+                self._packed[name].decode(self._dtype)
+                if name in self._packed
+                else self._parameters[name].detach()
                 for name in names
             ]
         )

@@ -33,18 +33,20 @@ def step_bytes(programs: StepPrograms, context_len: int) -> dict[str, int]:
         context_len: Keys before the row.
     """
     found = dict.fromkeys([name for name, _ in CLASSES] + [OTHER], 0)
-    item = programs.target.head.element_size()
+    item = programs.target.embed.element_size()
     for layer in programs.target.layers:
         attention, mlp = layer.attention, layer.mlp
         shape = attention.shape
         keys = min(context_len, shape.window) if shape.window else context_len
         found["attention"] += 2 * keys * shape.num_kv_heads * shape.head_dim * item
-        found["dense products"] += attention.qkv.nbytes + attention.out.nbytes
+        for weight in (attention.qkv, attention.gate, attention.out):
+            found["dense products"] += 0 if weight is None else weight.nbytes
         if isinstance(mlp, DenseWeights):
             found["dense products"] += mlp.gate_up.nbytes + mlp.down.nbytes
             continue
         share = mlp.top_k / mlp.gate_up.shape[0]
         found["dense products"] += mlp.router_gate_up.nbytes
+        found["dense products"] += 0 if mlp.shared_gate_up is None else mlp.shared_gate_up.nbytes
         found["experts gate/up"] += int(mlp.gate_up.nbytes * share)
         found["experts down"] += int(mlp.down.nbytes * share) + mlp.shared_down.nbytes
     found["head"] += programs.target.head.nbytes

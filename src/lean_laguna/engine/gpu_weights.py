@@ -139,9 +139,7 @@ def _target_layer(
     norm, mlp, own = layer.post_attention_layernorm.weight.detach(), layer.mlp, f"{prefix}mlp."
     if isinstance(mlp, MLP):
         joint = store.joint(f"{own}gate_proj.weight", f"{own}up_proj.weight")
-        return LayerWeights(
-            attention, DenseWeights(norm, joint, store.one(f"{own}down_proj.weight")), rotary
-        )
+        return LayerWeights(attention, DenseWeights(norm, joint, store.one(f"{own}down_proj.weight")), rotary)
     return LayerWeights(attention, _sparse(config, mlp, norm, own, store), rotary)
 
 

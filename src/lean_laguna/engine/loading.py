@@ -22,6 +22,8 @@ from lean_laguna.models.dummy import (
     dummy_tokenizer,
     target_config,
 )
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.packed_parameters import unpack_parameters
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
@@ -70,7 +72,7 @@ def engine_type(
     """
     reason = "kernels 'torch' was asked for"
     is_asked_for = kernels in ("triton", "cuda")
-    if is_asked_for or (kernels == "auto" and device.type == "cuda"):
+    if wants_kernels(kernels, device):
         found = why_not(target, proposer.drafter if proposer is not None else None, device)
         if found is None:
             from lean_laguna.engine.gpu_engine import GpuEngine
@@ -79,6 +81,11 @@ def engine_type(
         if is_asked_for:
             raise ConfigError(f"kernels '{kernels}' cannot run here: {found}; use 'auto' or 'torch'")
         reason = found
+    if isinstance(target, LagunaForCausalLM) and target.packed_weights:
+        print(
+            f"lean-laguna: plain PyTorch ({reason}): quantised weights are decoded in memory", file=sys.stderr
+        )
+        unpack_parameters(target)
     if device.type != "cpu" and proposer is not None:
         print(
             f"lean-laguna: plain PyTorch on the GPU ({reason}): slow, and a near-tie may fall the other way "
@@ -86,6 +93,11 @@ def engine_type(
             file=sys.stderr,
         )
     return LLMEngine
+
+
+def wants_kernels(kernels: str, device: torch.device) -> bool:
+    """Say whether these models are meant for the GPU kernels, which take weights packed."""
+    return kernels in ("triton", "cuda") or (kernels == "auto" and device.type == "cuda")
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
@@ -111,7 +123,13 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     # Found before any weight is read: a wrong name should not cost the target's loading time.
     drafter_folder = resolve_model(config.speculative.model) if config.speculative else None
     tokenizer = Tokenizer.from_dir(folder)
-    target = load_laguna(folder, dtype=dtype, device=device, attention_factor=config.attention_factor)
+    target = load_laguna(
+        folder,
+        dtype=dtype,
+        device=device,
+        attention_factor=config.attention_factor,
+        keep_packed=wants_kernels(config.kernels, device),
+    )
     proposer = None
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
@@ -137,7 +155,12 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     drafter_shape = drafter_config(config.speculative.model, shape) if config.speculative else None
     if drafter_shape is not None:
         drafter_shape.check_target(target_shape, shape)
-    target = dummy_target(target_shape, dtype, device)
+    scheme = config.scheme or "bf16"
+    if scheme != "bf16" and not wants_kernels(config.kernels, device):
+        raise ConfigError(
+            f"scheme '{scheme}' at random needs the GPU kernels, which keep weights packed; use --kernels triton"
+        )
+    target = dummy_target(target_shape, dtype, device, scheme=scheme)
     proposer = None
     if drafter_shape is not None:
         proposer = DFlashProposer(dummy_drafter(drafter_shape, dtype, device), target)

@@ -7,6 +7,8 @@ and are the same for the same seed, shape, device kind and number format.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
@@ -18,8 +20,13 @@ from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.packed_parameters import materialise
 from lean_laguna.models.shapes import SHAPES, drafter_shape, laguna_shape
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.quant.builds import build, class_of
+from lean_laguna.quant.packed import PackedWeight
+from lean_laguna.quant.random_weight import random_weight
+from lean_laguna.quant.scheme import WeightScheme
 
 STD = 0.02
 ALIASES = {"laguna-s": "laguna-s-2.1"}
@@ -53,14 +60,48 @@ def drafter_config(drafter: str, shape: str) -> DFlashConfig:
 
 
 def dummy_target(
-    config: LagunaConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: LagunaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    scheme: str = "bf16",
 ) -> LagunaForCausalLM:
-    """Return a target with random weights, in evaluation mode, without gradients."""
+    """Return a target with random weights, in evaluation mode, without gradients.
+
+    Args:
+        config: The target.
+        dtype: Of weights that are not quantised.
+        device: Where they are drawn.
+        seed: Of the draw.
+        scheme: How weights are stored, by a name of ``quant.builds``; quantised ones are kept packed, for kernels
+            that take them so.
+
+    Raises:
+        ConfigError: No such scheme, or the shape does not fit it.
+    """
     with torch.device("meta"):
         model = LagunaForCausalLM(config)
-    _materialise(model, dtype, device)
-    model.reset_parameters(STD, torch.Generator(device).manual_seed(seed))
+    model.requires_grad_(False).eval()
+    model.to(dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    model.packed_weights = _random_weights(model, build(scheme), generator)
+    materialise(model, device, leave=model.packed_weights)
+    model.reset_parameters(STD, generator)
     return model
+
+
+def _random_weights(
+    model: LagunaForCausalLM, schemes: Mapping[str, WeightScheme], generator: torch.Generator
+) -> dict[str, PackedWeight]:
+    packed: dict[str, PackedWeight] = {}
+    for name, parameter in model.named_parameters():
+        scheme = schemes.get(class_of(name) or "")
+        if scheme is not None:
+            shape, is_pair = tuple(parameter.shape), name.endswith("gate_up_proj")
+            heights = (shape[-2] // 2,) * 2 if is_pair else (shape[-2],)
+            packed[name] = random_weight(scheme, shape, heights, STD, generator)
+    return packed
 
 
 def dummy_drafter(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lean_laguna.core.errors import CheckpointError
 from lean_laguna.models.quantised_reader import QuantisedReader
 from lean_laguna.models.safetensors_reader import CheckpointReader
 from lean_laguna.quant.packed import PackedWeight, bank, stack_rows
+
+if TYPE_CHECKING:
+    from lean_laguna.models.laguna import LagunaForCausalLM
 
 
 def pack_parameters(
@@ -24,8 +27,10 @@ def pack_parameters(
         reader: The checkpoint.
         device: Where the weights go.
 
+    Banks whose experts are not stored alike are left out, to be decoded; a line on stderr says so.
+
     Raises:
-        CheckpointError: Scales are unusable, or the experts of a bank are not stored alike.
+        CheckpointError: Scales are unusable.
     """
     if not isinstance(reader, QuantisedReader):
         return {}
@@ -34,19 +39,15 @@ def pack_parameters(
         is_quantised = [reader.scheme_of(name) is not None for name, _ in pieces]
         if not any(is_quantised):
             continue
-        if not all(is_quantised):
-            odd = pieces[is_quantised.index(False)][0]
-            raise CheckpointError(
-                f"{reader.path}: '{odd}' is not quantised but others of its bank are; a bank is kept "
-                "packed only where all its experts are stored alike"
-            )
         try:
+            if not all(is_quantised):
+                raise ValueError(f"'{pieces[is_quantised.index(False)][0]}' is not quantised")
             packed[parameter] = _join(pieces, reader).to(device)
         except ValueError as error:
-            raise CheckpointError(
-                f"{reader.path}: the weights of '{parameter}' are not stored alike ({error}), so they cannot "
-                "be kept packed"
-            ) from None
+            print(
+                f"lean-laguna: '{parameter}' is decoded in memory: its experts are not stored alike ({error})",
+                file=sys.stderr,
+            )
     return packed
 
 
@@ -61,6 +62,17 @@ def materialise(model: nn.Module, device: torch.device | str, leave: Container[s
             made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, made[id(parameter)])
+
+
+def unpack_parameters(model: LagunaForCausalLM) -> None:
+    """Decode the weights that were kept packed into parameters, one by one."""
+    device = model.model.embed_tokens.weight.device
+    for name in list(model.packed_weights):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        empty = torch.empty_like(getattr(module, leaf), device=device)
+        model.packed_weights.pop(name).decode_into(empty)
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
 
 
 def _join(pieces: Sequence[tuple[str, Any]], reader: QuantisedReader) -> PackedWeight:

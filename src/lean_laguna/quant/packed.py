@@ -182,7 +182,7 @@ def split_rows(joint: PackedWeight) -> list[PackedWeight]:
         }
         own = {name: tensor[places[name]] for name, tensor in joint.tensors().items()}
         shape = (*joint.shape[:-2], height, joint.shape[-1])
-        linears.append(PackedWeight(joint.scheme, shape, **own))
+        linears.append(PackedWeight(joint.scheme, shape, **own))  # type: ignore[arg-type]
         rows, scale_rows = rows + height, scale_rows + tall
     return linears
 

@@ -5,6 +5,7 @@ import torch
 
 from lean_laguna.core.errors import LeanLagunaError
 from lean_laguna.models.dummy import (
+    STD,
     drafter_config,
     dummy_drafter,
     dummy_target,
@@ -36,6 +37,26 @@ def test_a_drafter_is_named_dummy_or_by_its_checkpoint():
 def test_an_unknown_shape_is_refused():
     with pytest.raises(LeanLagunaError, match="laguna-xz"):
         target_config("laguna-xz")
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-all", "fp8", "fp8-all"])
+def test_quantised_weights_are_drawn_packed(scheme):
+    config = target_config("nano")
+    target = dummy_target(config, torch.float32, CPU, scheme=scheme)
+    held = {name for name, parameter in target.named_parameters() if parameter.is_meta}
+    assert held == set(target.packed_weights)
+    assert ("lm_head.weight" in held) == scheme.endswith("-all")
+    bank = target.packed_weights["model.layers.1.mlp.experts.gate_up_proj"].decode()
+    assert bank.shape == (config.num_experts, 2 * config.moe_intermediate_size, config.hidden_size)
+    assert bank.std().item() == pytest.approx(STD, rel=0.1)
+    again = dummy_target(config, torch.float32, CPU, scheme=scheme)
+    for name, weight in target.packed_weights.items():
+        assert torch.equal(weight.codes.view(torch.uint8), again.packed_weights[name].codes.view(torch.uint8))
+
+
+def test_an_unknown_scheme_is_refused():
+    with pytest.raises(LeanLagunaError, match="unknown scheme 'nvfp5'"):
+        dummy_target(target_config("nano"), torch.float32, CPU, scheme="nvfp5")
 
 
 def test_text_is_numbers():

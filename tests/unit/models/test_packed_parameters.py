@@ -9,6 +9,7 @@ import torch
 
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.models.checkpoint import load_laguna
+from lean_laguna.models.packed_parameters import unpack_parameters
 from support.quantised import change_tensors, convert, convert_mixed, write_target
 
 
@@ -45,7 +46,9 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
         assert target.lm_head.weight is target.model.embed_tokens.weight
 
 
-def test_formats_may_differ_by_layer_but_not_within_a_bank(tmp_path: Path) -> None:
+def test_formats_may_differ_by_layer_and_a_bank_of_several_is_decoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     convert_mixed(write_target(tmp_path / "source"), tmp_path / "made")
     packed = load_laguna(tmp_path / "made", keep_packed=True).packed_weights
     banks = {
@@ -62,9 +65,20 @@ def test_formats_may_differ_by_layer_but_not_within_a_bank(tmp_path: Path) -> No
         *group_rules("experts", parse_scheme("nvfp4")),
     ]
     quantize(source, tmp_path / "odd", make_plan(source, rules))
-    load_laguna(tmp_path / "odd")
-    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj' are not stored alike"):
-        load_laguna(tmp_path / "odd", keep_packed=True)
+    plain, found = load_laguna(tmp_path / "odd"), load_laguna(tmp_path / "odd", keep_packed=True)
+    assert "experts.gate_up_proj' is decoded in memory" in capsys.readouterr().err
+    assert not [name for name in found.packed_weights if ".experts." in name]
+    bank = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(found.get_parameter(bank), plain.get_parameter(bank))
+
+
+def test_packed_weights_can_be_decoded_afterwards(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "all", "nvfp4")
+    plain, found = load_laguna(tmp_path / "made"), load_laguna(tmp_path / "made", keep_packed=True)
+    unpack_parameters(found)
+    assert not found.packed_weights
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found.get_parameter(name), parameter), name
 
 
 def test_an_unquantised_checkpoint_has_nothing_to_keep_packed(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@ import pytest
 
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.models.shapes import laguna_shape
-from lean_laguna.plan.schemes import SCHEMES, TITLES, stored_as
+from lean_laguna.plan.schemes import TITLES, stored_as
+from lean_laguna.quant.builds import BUILDS
 
 XS = laguna_shape("laguna-xs")
 
@@ -19,7 +20,7 @@ def test_the_s_build_in_nvfp4_is_the_published_72_gb():
     )
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", BUILDS)
 def test_every_scheme_stores_every_weight_and_leaves_norms_and_router_alone(name):
     found = stored_as(XS, name)
     assert found.num_weights() == stored_as(XS, "bf16").num_weights()
