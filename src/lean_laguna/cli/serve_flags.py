@@ -26,7 +26,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--moe-backend": ("auto",),
     "--generation-config": ("auto",),
     "--gpu-memory-utilization": (),
+    "--mem-fraction-static": (),
+    "--speculative-algorithm": ("DFLASH", "DSPARK"),
+    "--spec-type": ("draft-dflash", "draft-dspark"),
+    "--reasoning-format": ("auto", "deepseek"),
+    "--reasoning-budget": ("-1",),
 }
+_SHARES_OF_MEMORY = ("--gpu-memory-utilization", "--mem-fraction-static")
 # Names that llama.cpp and SGLang use, with ours.
 ALIASES = {
     "-m": "--model",
@@ -69,7 +75,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         value = getattr(args, name.strip("-").replace("-", "_"))
         if value is None or value in accepted:
             continue
-        if name == "--gpu-memory-utilization":
+        if name in _SHARES_OF_MEMORY:
             raise ConfigError(f"{name}: not supported; give the bytes: --kv-cache-memory-bytes")
         raise ConfigError(f"{name}: only {' or '.join(accepted)} is supported here, found {value!r:.100}")
 

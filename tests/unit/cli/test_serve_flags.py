@@ -1,7 +1,7 @@
 import pytest
 
 from lean_laguna.cli.serve import build_parser
-from lean_laguna.cli.serve_flags import ALIASES, in_our_names
+from lean_laguna.cli.serve_flags import ALIASES, in_our_names, refuse_unsupported
 from lean_laguna.core.errors import ConfigError
 
 
@@ -10,6 +10,19 @@ def test_other_servers_names_mean_ours():
     args = build_parser().parse_strictly(words)
     assert (args.model_flag, args.max_model_len, args.max_num_seqs) == ("nano", 512, 2)
     assert (args.drafter, args.num_speculative_tokens) == ("nano-dflash", 4)
+
+
+def test_what_is_so_anyway_is_taken_and_what_is_not_is_refused():
+    words = ["--spec-type", "draft-dflash", "--reasoning-budget=-1", "--reasoning-format", "auto"]
+    refuse_unsupported(build_parser().parse_strictly([*words, "--speculative-algorithm", "DFLASH"]))
+    for words, said in (
+        (["--speculative-algorithm", "EAGLE3"], "only DFLASH or DSPARK is supported here, found 'EAGLE3'"),
+        (["--reasoning-budget", "100"], "only -1 is supported here, found '100'"),
+        (["--mem-fraction-static", "0.8"], "give the bytes: --kv-cache-memory-bytes"),
+        (["--gpu-memory-utilization", "0.9"], "give the bytes: --kv-cache-memory-bytes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            refuse_unsupported(build_parser().parse_strictly(words))
 
 
 def test_every_alias_is_a_flag_of_the_parser():
