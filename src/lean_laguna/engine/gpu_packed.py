@@ -138,7 +138,7 @@ class WeightStore:
         """Say in one line what had to be decoded, if anything."""
         if self.decoded:
             print(
-                f"lean-laguna: decoded to {str(self._dtype).removeprefix('torch.')} in memory, being stored unlike "
-                f"their neighbours: {len(self.decoded)} linears, such as {self.decoded[0]}",
+                f"lean-laguna: decoded to {str(self._dtype).removeprefix('torch.')} in memory, being stored "
+                f"unlike their neighbours: {len(self.decoded)} linears, such as {self.decoded[0]}",
                 file=sys.stderr,
             )

@@ -158,7 +158,7 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     scheme = config.scheme or "bf16"
     if scheme != "bf16" and not wants_kernels(config.kernels, device):
         raise ConfigError(
-            f"scheme '{scheme}' at random needs the GPU kernels, which keep weights packed; use --kernels triton"
+            f"scheme '{scheme}' at random needs the GPU kernels, which take weights packed: --kernels triton"
         )
     target = dummy_target(target_shape, dtype, device, scheme=scheme)
     proposer = None

@@ -74,8 +74,8 @@ def dummy_target(
         dtype: Of weights that are not quantised.
         device: Where they are drawn.
         seed: Of the draw.
-        scheme: How weights are stored, by a name of ``quant.builds``; quantised ones are kept packed, for kernels
-            that take them so.
+        scheme: How weights are stored, by a name of ``quant.builds``; quantised ones are kept packed, for
+            kernels that take them so.
 
     Raises:
         ConfigError: No such scheme, or the shape does not fit it.

@@ -45,7 +45,7 @@ def pack_parameters(
             packed[parameter] = _join(pieces, reader).to(device)
         except ValueError as error:
             print(
-                f"lean-laguna: '{parameter}' is decoded in memory: its experts are not stored alike ({error})",
+                f"lean-laguna: '{parameter}' is decoded in memory: experts not stored alike ({error})",
                 file=sys.stderr,
             )
     return packed

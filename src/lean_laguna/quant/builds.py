@@ -1,6 +1,6 @@
 """Ways to store a Laguna target, by name: which class of module has which scheme.
 
-Classes: ``attention``, ``experts``, ``shared``, ``dense``, ``head``; what a build does not name stays as it is.
+Classes: ``attention``, ``experts``, ``shared``, ``dense``, ``head``; others are never quantised.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class PrefillScratch:
 
 
 def _packed_linears(weights: TargetWeights) -> list[Packed]:
-    """Return the packed weights that the library multiplies; banks of experts are decoded by their kernels."""
+    """Return the packed weights that the library multiplies; banks of experts have kernels."""
     linears: list[Weight | None] = []
     for layer in weights.layers:
         mlp = layer.mlp

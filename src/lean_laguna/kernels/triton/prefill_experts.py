@@ -28,7 +28,7 @@ def _load_columns(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Load weight rows [COLS] (int64, counted through the bank) as [BLOCK_K, COLS], from column ``at_k`` on."""
+    """Load rows [COLS] of a bank (int64, counted through it) as [BLOCK_K, COLS] from column ``at_k`` on."""
     EVEN: tl.constexpr = K % BLOCK_K == 0
     if FORMAT[0] != "plain":
         tile = load_packed_tile(weight, rows, at_k, K, COLS, BLOCK_K, 1, EVEN, FORMAT, DTYPE)
@@ -74,10 +74,8 @@ def _up_tile(
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            x = tl.load(x_at + at_k)
-        else:
-            x = tl.load(x_at + at_k, mask=(at_k + k < K)[None, :], other=0.0)
+        inside = (at_k + k < K)[None, :]
+        x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside, other=0.0)
         if MAPS:
             w_gate = weight.load([expert * (2 * F) + f0, at_k]).T
             w_up = weight.load([expert * (2 * F) + F + f0, at_k]).T
@@ -193,10 +191,8 @@ def _down_tile(
     rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            x = tl.load(x_at + at_k)
-        else:
-            x = tl.load(x_at + at_k, mask=(at_k + k < K)[None, :], other=0.0)
+        inside = (at_k + k < K)[None, :]
+        x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside, other=0.0)
         w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
         acc = tl.dot(x, w, acc)
     y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
