@@ -215,6 +215,7 @@ class GpuEngine(LLMEngine):
         drafter = self._programs.drafter
         self._prices.set(None)  # the host knows where rows stand that it laid out
         for cut in split_rows(lengths):
+        self._programs.check()
             own = [sequences[i] for i in cut]
             for sequence in own:
                 self._prepare(sequence)

@@ -271,6 +271,7 @@ class TargetStep:
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
     """
+        whole: Runs embedding, all layers and the final norm in one launch, or None.
 
     weights: TargetWeights
     caches: Caches
@@ -284,6 +285,7 @@ class TargetStep:
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
 
+    whole: Callable[[], None] | None = None
     def run(self) -> None:
         """Launch the step: input ids to sampled tokens, K/V appended, taps written."""
         self.fill()
@@ -292,6 +294,9 @@ class TargetStep:
     def fill(self) -> None:
         """Launch all but the head: input ids to ``scratch.normed``, K/V appended, taps written."""
         weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
+        if self.whole is not None:
+            self.whole()
+            return
         rows = inputs.rows
         embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch)
         for i, layer in enumerate(weights.layers):
