@@ -33,7 +33,9 @@ class SpeculativeConfig:
             running from measured step times and acceptance, off included.
         rejection_sample_method: ``standard``: the target decides; ``synthetic``: drafts stand by a draw at
             given rates, for timing only, and what comes out is not the model's output.
-        synthetic_acceptance_rates: Entry i is the probability that the first i + 1 drafts all stand.
+        synthetic_acceptance_rates: Entry i is the probability that the first i + 1 drafts all stand. A tuple
+            of such tuples: each step draws one of them, and on the GPU's
+            kernels a drafter with a confidence head knows which.
         synthetic_acceptance_length: In place of rates: mean tokens of a step, the target's own included.
     """
 
@@ -41,7 +43,7 @@ class SpeculativeConfig:
     method: SpeculativeMethod | None = None
     num_speculative_tokens: DraftLength = "auto"
     rejection_sample_method: RejectionSampleMethod = "standard"
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
@@ -68,14 +70,15 @@ class SpeculativeConfig:
         """True where drafts stand by given rates, so that the output is not the model's."""
         return self.rejection_sample_method == "synthetic"
 
-    def synthetic_rates(self, max_draft_tokens: int) -> tuple[float, ...] | None:
-        """Return the rates to accept at, by position; None where the target decides."""
+    def synthetic_rates(self, max_draft_tokens: int) -> tuple[tuple[float, ...], ...] | None:
+        """Return the sets of rates to accept at, by position; None where the target decides."""
         if not self.is_synthetic:
             return None
-        length = self.synthetic_acceptance_length
-        if length is None:
-            return self.synthetic_acceptance_rates
-        return tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(max_draft_tokens))
+        length, rates = self.synthetic_acceptance_length, self.synthetic_acceptance_rates
+        if rates is not None:
+            return _rate_sets(rates)
+        assert length is not None
+        return (tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(max_draft_tokens)),)
 
     def _check_synthetic(self) -> None:
         where = "speculative config"
@@ -94,11 +97,12 @@ class SpeculativeConfig:
         if length is not None and not (is_finite_number(length) and length >= 1):
             raise ConfigError(f"{where}: 'synthetic_acceptance_length' must be from 1, found {length!r}")
         k = self.num_speculative_tokens
-        if rates is not None and k != "auto" and k > len(rates):
-            raise ConfigError(
-                f"{where}: 'synthetic_acceptance_rates' must have a rate for each of the {k} "
-                f"num_speculative_tokens, found {len(rates)}"
-            )
+        for own in _rate_sets(rates) if rates is not None else ():
+            if k != "auto" and k > len(own):
+                raise ConfigError(
+                    f"{where}: 'synthetic_acceptance_rates' must have a rate for each of the {k} "
+                    f"num_speculative_tokens, found {len(own)}"
+                )
 
     @classmethod
     def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
@@ -127,8 +131,21 @@ class SpeculativeConfig:
         return cls(**given)
 
 
-def _rates(given: Any) -> tuple[float, ...]:
-    """Read rates: numbers in [0, 1] that do not increase."""
+def _rate_sets(rates: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    """Return rates as sets of them."""
+    return tuple(own for own in rates if isinstance(own, tuple)) or (
+        tuple(rate for rate in rates if not isinstance(rate, tuple)),
+    )
+
+
+def _rates(given: Any) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
+    """Read rates: numbers in [0, 1] that do not increase, or a list of such lists."""
+    if isinstance(given, list | tuple) and given and all(isinstance(own, list | tuple) for own in given):
+        return tuple(_one_set(own) for own in given)
+    return _one_set(given)
+
+
+def _one_set(given: Any) -> tuple[float, ...]:
     values = tuple(given) if isinstance(given, list | tuple) else ()
     is_rate = bool(values) and all(is_finite_number(v) and 0 <= v <= 1 for v in values)
     if not is_rate or any(a < b for a, b in itertools.pairwise(values)):

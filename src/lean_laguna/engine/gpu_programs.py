@@ -66,7 +66,7 @@ class StepPrograms:
         drafter: DFlashDrafter | None,
         pools: PagedPools,
         max_model_len: int,
-        thresholds: Sequence[int] | None = None,
+        thresholds: Sequence[Sequence[int]] | None = None,
         *,
         use_cuda: bool = False,
     ):
@@ -77,7 +77,7 @@ class StepPrograms:
             drafter: The drafter, or None; likewise.
             pools: Keys and values of the groups of both.
             max_model_len: Longest prompt plus output, tokens.
-            thresholds: [MAX_ROWS] of synthetic acceptance, or None.
+            thresholds: [n][MAX_ROWS] of synthetic acceptance, or None.
             use_cuda: Run what fits them on the CUDA C++ kernels: whole steps, or else parts of layers.
         """
         self.pools = pools
@@ -402,6 +402,8 @@ class StepPrograms:
             inputs.temperatures,
             self.rows,
             self._launch(cols),
+            thresholds=self._thresholds,
+            request_seeds=state["seeds"],
         )
 
     def _choose(self, cols: int) -> None:

@@ -163,6 +163,6 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     target = dummy_target(target_shape, dtype, device, scheme=scheme)
     proposer = None
     if drafter_shape is not None:
-        proposer = DFlashProposer(dummy_drafter(drafter_shape, dtype, device), target)
+        proposer = make_proposer(dummy_drafter(drafter_shape, dtype, device), target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, dummy_tokenizer(target_shape.vocab_size), proposer, config)

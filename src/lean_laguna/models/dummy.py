@@ -8,6 +8,7 @@ and are the same for the same seed, shape, device kind and number format.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import tokenizers
 import torch
@@ -15,10 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.dspark_config import DEFAULT_MARKOV_RANK, DSparkHeads
 from lean_laguna.core.errors import CheckpointError, ConfigError, nearest
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise
 from lean_laguna.models.shapes import SHAPES, drafter_shape, laguna_shape
@@ -53,9 +56,13 @@ def target_config(shape: str) -> LagunaConfig:
 
 
 def drafter_config(drafter: str, shape: str) -> DFlashConfig:
-    """Return a drafter's configuration: ``dummy`` is the shape's published one, else as for a target."""
-    if drafter == "dummy":
-        return drafter_shape(ALIASES.get(shape, shape))
+    """Return a drafter's configuration: ``dummy`` is the shape's published one, else as for a target.
+
+    ``dummy-dspark`` is that with DSpark's heads of their usual width.
+    """
+    if drafter in ("dummy", "dummy-dspark"):
+        found = drafter_shape(ALIASES.get(shape, shape))
+        return found if drafter == "dummy" else replace(found, dspark=DSparkHeads(DEFAULT_MARKOV_RANK))
     return DFlashConfig.from_file(resolve_model(drafter))
 
 
@@ -109,7 +116,7 @@ def dummy_drafter(
 ) -> DFlashDrafter:
     """Return a drafter with random weights, in evaluation mode, without gradients."""
     with torch.device("meta"):
-        drafter = DFlashDrafter(config)
+        drafter = DFlashDrafter(config) if config.dspark is None else DSparkDrafter(config)
     _materialise(drafter, dtype, device)
     if drafter.d2t is not None:
         drafter.d2t.zero_()

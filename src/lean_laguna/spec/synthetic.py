@@ -27,15 +27,16 @@ class SyntheticAcceptance:
     """Rates to accept at.
 
     Attributes:
-        rates: Entry i is the probability that drafts 0 to i all stand; drafts beyond the last never do.
+        rate_sets: Of which each block draws one. Entry i of a set is the probability that drafts 0 to i all
+            stand; drafts beyond the last never do.
     """
 
-    rates: tuple[float, ...]
+    rate_sets: tuple[tuple[float, ...], ...]
 
-    def thresholds(self, num_entries: int) -> list[int]:
-        """Return what a 32-bit draw must lie below for each draft to stand, 0 beyond the rates."""
-        known = [round(rate * MAX_THRESHOLD) for rate in self.rates[:num_entries]]
-        return known + [0] * (num_entries - len(known))
+    def thresholds(self, num_entries: int) -> list[list[int]]:
+        """Return, by set, what a 32-bit draw must lie below for each draft to stand, 0 beyond the rates."""
+        known = [[round(rate * MAX_THRESHOLD) for rate in rates[:num_entries]] for rates in self.rate_sets]
+        return [own + [0] * (num_entries - len(own)) for own in known]
 
     def accept(
         self, draft_token_ids: Sequence[int], sampled_token_ids: Sequence[int], seed: int, position: int
@@ -48,15 +49,17 @@ class SyntheticAcceptance:
             seed: Of the request.
             position: Absolute position of the anchor.
         """
-        draw = draw_word(seed, position)
-        count = sum(draw < threshold for threshold in self.thresholds(len(draft_token_ids)))
+        draw, which = draw_words(seed, position)
+        thresholds = self.thresholds(len(draft_token_ids))[which * len(self.rate_sets) >> 32]
+        count = sum(draw < threshold for threshold in thresholds)
         return Acceptance(count, [*draft_token_ids[:count], sampled_token_ids[count]])
 
 
-def draw_word(seed: int, position: int) -> int:
-    """Return the 32-bit word that decides on the block whose anchor stands at ``position``."""
+def draw_words(seed: int, position: int) -> tuple[int, int]:
+    """Return the 32-bit words that decide on the block anchored at ``position``, and draw its set."""
 
     def words(*values: int) -> list[UInt64Array]:
         return [np.array([value], dtype=np.uint64) for value in values]
 
-    return int(philox4x32(words(position, 0, STREAM, 0), words(seed & 0xFFFFFFFF, seed >> 32))[0][0])
+    drawn = philox4x32(words(position, 0, STREAM, 0), words(seed & 0xFFFFFFFF, seed >> 32))
+    return int(drawn[0][0]), int(drawn[1][0])

@@ -12,14 +12,16 @@ def test_synthetic_rates_are_read_as_vllm_writes_them():
     config = SpeculativeConfig.parse(
         {**SYNTHETIC, "num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.9, 0.5]}
     )
-    assert config.synthetic_rates(7) == (0.9, 0.5)
+    assert config.synthetic_rates(7) == ((0.9, 0.5),)
+    several = {**SYNTHETIC, "synthetic_acceptance_rates": [[0.9, 0.5], [0.2, 0.1]]}
+    assert SpeculativeConfig.parse(several).synthetic_rates(7) == ((0.9, 0.5), (0.2, 0.1))
     assert EngineConfig(speculative=config).is_synthetic
     assert not EngineConfig(speculative=SpeculativeConfig("m")).is_synthetic
 
 
 def test_a_mean_length_stands_for_whole_positions_and_a_part_of_one():
     config = SpeculativeConfig.parse({**SYNTHETIC, "synthetic_acceptance_length": 2.6})
-    assert config.synthetic_rates(3) == pytest.approx((1.0, 0.6, 0.0))
+    assert config.synthetic_rates(3) == (pytest.approx((1.0, 0.6, 0.0)),)
     assert SpeculativeConfig("m").synthetic_rates(3) is None
 
 
@@ -31,6 +33,7 @@ def test_a_mean_length_stands_for_whole_positions_and_a_part_of_one():
         ({"rejection_sample_method": "block"}, "'standard' or 'synthetic'"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "do not increase"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5]}, "0 to 1"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [[0.5], [0.5, 0.6]]}, "do not increase"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": []}, "0 to 1"),
         ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "from 1"),
         (

@@ -8,7 +8,7 @@ RATES = (0.9, 0.81, 0.73, 0.62, 0.52, 0.46, 0.4)
 
 
 def test_the_share_of_blocks_with_the_first_i_drafts_standing_is_rate_i():
-    synthetic = SyntheticAcceptance(RATES)
+    synthetic = SyntheticAcceptance((RATES,))
     drafts, sampled = list(range(7)), list(range(100, 108))
     counts = [synthetic.accept(drafts, sampled, 7, at).num_accepted_tokens for at in range(4000)]
     for i, rate in enumerate(RATES):
@@ -17,15 +17,21 @@ def test_the_share_of_blocks_with_the_first_i_drafts_standing_is_rate_i():
 
 
 def test_accepted_drafts_go_out_as_drafted_and_the_targets_token_after_them():
-    verdict = SyntheticAcceptance((1.0, 1.0)).accept([5, 6, 7], [50, 60, 70, 80], 3, 9)
+    verdict = SyntheticAcceptance(((1.0, 1.0),)).accept([5, 6, 7], [50, 60, 70, 80], 3, 9)
     assert verdict.num_accepted_tokens == 2
     assert verdict.token_ids == [5, 6, 70]
-    nothing = SyntheticAcceptance((0.0,)).accept([5], [50, 60], 3, 9)
+    nothing = SyntheticAcceptance(((0.0,),)).accept([5], [50, 60], 3, 9)
     assert (nothing.num_accepted_tokens, nothing.token_ids) == (0, [50])
 
 
 def test_the_same_block_is_judged_the_same():
-    synthetic = SyntheticAcceptance(RATES)
+    synthetic = SyntheticAcceptance((RATES,))
     verdicts = [synthetic.accept([1] * 7, [2] * 8, 2**64 - 1, at) for at in range(50)]
     assert verdicts == [synthetic.accept([1] * 7, [2] * 8, 2**64 - 1, at) for at in range(50)]
     assert len({v.num_accepted_tokens for v in verdicts}) > 3
+
+
+def test_each_block_draws_one_of_several_sets():
+    synthetic = SyntheticAcceptance(((1.0, 0.0), (1.0, 1.0), (0.0, 0.0)))
+    counts = [synthetic.accept([5, 6], [7, 8, 9], 7, at).num_accepted_tokens for at in range(600)]
+    assert {n: round(counts.count(n) / 600, 1) for n in range(3)} == {0: 0.3, 1: 0.3, 2: 0.3}

@@ -31,8 +31,9 @@ class Requests:
         emitted: int32 tokens ever emitted, beside the ring.
         accepted: int32 draft tokens ever accepted, before any cut at an ending.
         drafted: int32 draft tokens ever verified.
-        thresholds: [MAX_ROWS] int64, or None. Accept draft i, whatever it is, where the request's 32-bit draw
-            for this step lies below ``thresholds[i]``, which do not increase; see ``spec.synthetic``.
+        thresholds: [n, MAX_ROWS] int64, or None. Accept draft i, whatever it is, where the request's 32-bit
+            draw for this step lies below entry i, which do not increase, of the set that another draws; see
+            ``spec.synthetic``.
     """
 
     remaining: Tensor
@@ -49,6 +50,12 @@ class Requests:
 
 SYNTHETIC_STREAM = 1
 """Third word of the Philox counter of synthetic draws; sampling noise has 0 there."""
+
+
+@triton.jit
+def synthetic_set(word, NUM_SETS: tl.constexpr):
+    """Return which set of rates a 32-bit draw picks."""
+    return (((word.to(tl.int64) & 0xFFFFFFFF) * NUM_SETS) >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -77,7 +84,7 @@ def _accept_kernel(
     RING: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     STOP_BLOCK: tl.constexpr,
-    SYNTHETIC: tl.constexpr,
+    NUM_SETS: tl.constexpr,
     STREAM: tl.constexpr,
     MAX: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,11 +108,12 @@ def _accept_kernel(
         j = i - start
         at = tl.sum(tl.where(i == start, position, 0), 0)
         is_draft = (j >= 0) & (j < count - 1)
-        if SYNTHETIC:
+        if NUM_SETS > 0:
             seed = tl.load(seeds_ptr + request) + tl.zeros((MAX,), tl.int64)
             zero = tl.zeros((MAX,), tl.int32)
-            draw, _, _, _ = tl.philox(seed, zero + at, zero, zero + STREAM, zero)
-            threshold = tl.load(thresholds_ptr + j, mask=is_draft, other=0)
+            draw, which, _, _ = tl.philox(seed, zero + at, zero, zero + STREAM, zero)
+            which = synthetic_set(which, NUM_SETS)
+            threshold = tl.load(thresholds_ptr + which * MAX + j, mask=is_draft, other=0)
             is_wrong = is_draft & ((draw.to(tl.int64) & 0xFFFFFFFF) >= threshold)
         else:
             is_wrong = is_draft & (sampled != judged)
@@ -206,7 +214,7 @@ def accept(
         RING=ring_size,
         NUM_STOPS=num_stops,
         STOP_BLOCK=power_of_two(num_stops),
-        SYNTHETIC=thresholds is not None,
+        NUM_SETS=0 if thresholds is None else len(thresholds),
         STREAM=SYNTHETIC_STREAM,
         MAX=MAX_ROWS,
         PDL=launch.pdl,

@@ -15,17 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM
+from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM, synthetic_set
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.primitives import wait_for_inputs
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import SparkWeights
-
-
-@triton.jit
-def synthetic_set(word, NUM_SETS: tl.constexpr):
-    """Return which set of rates a 32-bit draw picks."""
-    return (((word.to(tl.int64) & 0xFFFFFFFF) * NUM_SETS) >> 32).to(tl.int32)
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def test_synthetic_acceptance_is_that_of_the_host(device):
 
     from lean_laguna.spec.synthetic import SyntheticAcceptance
 
-    synthetic = SyntheticAcceptance((0.9, 0.6, 0.3))
+    synthetic = SyntheticAcceptance(((0.9, 0.6, 0.3), (0.5, 0.5, 0.1), (1.0, 0.0, 0.0)))
     drafts, chosen = [51, 52, 53], [61, 62, 63, 64]
     blocks = [([50, *drafts], chosen)] * 4
     counts = []

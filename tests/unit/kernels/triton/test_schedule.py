@@ -13,7 +13,7 @@ from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.weights import SparkWeights
-from lean_laguna.spec.synthetic import SyntheticAcceptance
+from lean_laguna.spec.synthetic import SyntheticAcceptance, draw_words
 
 
 class Step:
@@ -119,10 +119,16 @@ def test_without_prices_everything_is_kept(device):
     assert step.cut[:3].tolist() == [7] * 3
 
 
-def test_chances_of_synthetic_acceptance_are_its_rates(device):
-    rates = (0.9, 0.45, 0.0)
-    step = Step(device, [5], random.Random(2))
-    thresholds = torch.tensor([SyntheticAcceptance(rates).thresholds(16)], device=device)
-    kept = step.run([1.0] * 17, thresholds=thresholds, request_seeds=torch.arange(16, device=device))
-    assert step.chances[1:6].tolist() == pytest.approx([0.9, 0.5, 0, 0, 0])
-    assert kept == [3]
+def test_chances_of_synthetic_acceptance_are_the_rates_of_the_set_that_a_block_draws(device):
+    sets = ((0.9, 0.45, 0.0), (0.5, 0.5, 0.1))
+    drawn = set()
+    thresholds = torch.tensor(SyntheticAcceptance(sets).thresholds(16), device=device)
+    for seed in range(4):
+        step = Step(device, [5], random.Random(2))
+        seeds = torch.full((16,), seed, device=device)
+        kept = step.run([1.0] * 17, thresholds=thresholds, request_seeds=seeds)
+        which = draw_words(seed, 0)[1] >> 31
+        drawn.add(which)
+        assert step.chances[1:6].tolist() == pytest.approx([[0.9, 0.5, 0, 0, 0], [0.5, 1, 0.2, 0, 0]][which])
+        assert kept == [3 + which]
+    assert drawn == {0, 1}
