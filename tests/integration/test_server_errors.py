@@ -155,6 +155,28 @@ def test_one_token_over_the_limit_names_both_numbers(server: RunningServer, is_s
     assert fits.status_code == 200
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_one_token_over_the_limit_is_told_by_every_chat_api(server: RunningServer, is_streamed: bool) -> None:
+    long = [{"role": "user", "content": "word " * 400}]
+    count = server.ok("/tokenize", messages=long)["count"]
+    limit = server.ok("/tokenize", prompt="x")["max_model_len"]
+    for path, body, name in (
+        (CHAT, {"messages": long}, "max_tokens"),
+        (CHAT, {"messages": long}, "max_completion_tokens"),
+        ("/v1/responses", {"input": long[0]["content"]}, "max_output_tokens"),
+        ("/v1/messages", {"messages": long}, "max_tokens"),
+    ):
+        over = server.post(path, **body, **{name: limit - count + 1}, stream=is_streamed)
+        assert over.status_code == 400
+        error = over.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+        assert f"maximum context length is {limit} tokens" in error["message"]
+        assert f"{limit + 1} tokens ({count} in the messages, {limit - count + 1} in" in error["message"]
+        stop = {} if path == "/v1/responses" else {"stop_sequences" if "messages" in path else "stop": [" "]}
+        assert server.post(path, **body, **{name: limit - count}, **stop).status_code == 200
+
+
 def test_a_chat_that_is_too_long_says_so_in_each_api(server: RunningServer) -> None:
     long = [{"role": "user", "content": "word " * 3000}]
     chat = server.post(CHAT, messages=long)

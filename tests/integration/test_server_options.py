@@ -1,4 +1,4 @@
-"""Every sampling option over HTTP: the same with a drafter and from an engine that has none, streamed and whole."""
+"""Every sampling option over HTTP: with a drafter as from an engine that has none, streamed as whole."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -124,7 +125,8 @@ def test_a_client_that_leaves_is_stopped_within_two_steps(own: RunningServer) ->
     assert stats.num_generated_tokens < 1900
 
 
-def test_the_engine_takes_at_most_two_steps_after_it_is_told(own: RunningServer) -> None:
+@contextlib.contextmanager
+def at_most_two_steps_after_the_engine_is_told(own: RunningServer) -> Iterator[None]:
     engine = own.service.engine
     told: list[int] = []
     abort = engine.abort
@@ -135,14 +137,22 @@ def test_the_engine_takes_at_most_two_steps_after_it_is_told(own: RunningServer)
 
     engine.abort = noting  # type: ignore[method-assign]
     try:
-        with socket.create_connection(("127.0.0.1", own.port)) as connection:
-            connection.sendall(request_bytes("/v1/completions", {**LONG, "max_tokens": 1900, "stream": True}))
-            while b"data:" not in connection.recv(4096):
-                pass
+        yield
         wait_until(lambda: told and is_idle(own))
     finally:
         engine.abort = abort  # type: ignore[method-assign]
     assert num_steps(own) - told[0] <= 2
+
+
+def test_a_stream_that_is_left_costs_at_most_two_steps_more(own: RunningServer) -> None:
+    body = {**LONG, "max_tokens": 1900, "stream": True}
+    with (
+        at_most_two_steps_after_the_engine_is_told(own),
+        socket.create_connection(("127.0.0.1", own.port)) as connection,
+    ):
+        connection.sendall(request_bytes("/v1/completions", body))
+        while b"data:" not in connection.recv(4096):
+            pass
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -151,17 +161,20 @@ def test_leaving_while_the_prompt_is_computed_stops_it(
     own: RunningServer, is_streamed: bool, how: str
 ) -> None:
     own.ok("/reset_prefix_cache")
-    before = num_steps(own)
+    before, generated = num_steps(own), own.service.engine.llm.stats().num_generated_tokens
     prompt = [300 + i % 700 for i in range(1900)]  # 119 chunks
     body = {"prompt": prompt, "max_tokens": 100, "stream": is_streamed}
-    with socket.create_connection(("127.0.0.1", own.port)) as connection:
+    with (
+        at_most_two_steps_after_the_engine_is_told(own),
+        socket.create_connection(("127.0.0.1", own.port)) as connection,
+    ):
         connection.sendall(request_bytes("/v1/completions", body))
         wait_until(lambda: num_steps(own) > before)
         if how == "half-close":
             connection.shutdown(socket.SHUT_WR)
             wait_until(lambda: is_idle(own))
-    wait_until(lambda: is_idle(own))
-    assert num_steps(own) - before < 119
+    assert 1 <= num_steps(own) - before < 119
+    assert own.service.engine.llm.stats().num_generated_tokens == generated
 
 
 def test_a_reader_that_stands_still_holds_up_nobody_and_gets_everything(own: RunningServer) -> None:

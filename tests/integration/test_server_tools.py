@@ -62,8 +62,17 @@ def test_a_required_call_may_be_any_and_streams_as_it_is_whole(server: RunningSe
 
 
 def test_a_forced_call_that_is_cut_is_not_reported_as_finished(server: RunningServer) -> None:
-    (choice,) = server.ok(CHAT, **{**FORCED, "tool_choice": RUN, "max_tokens": 7})["choices"]
+    cut = {**FORCED, "tool_choice": RUN, "max_tokens": 7}
+    (choice,) = server.ok(CHAT, **cut)["choices"]
     assert choice["finish_reason"] == "length"
+    reasons = [piece["choices"][0]["finish_reason"] for piece in server.events(CHAT, **cut)]
+    assert [reason for reason in reasons if reason] == ["length"]
+    tools = [{"name": "run", "input_schema": PARAMETERS}]
+    body = {"messages": MESSAGES, "max_tokens": 7, "tools": tools, "tool_choice": {"type": "any"}}
+    whole = server.ok("/v1/messages", **body)
+    assert whole["stop_reason"] == "max_tokens"
+    assert not any(block["type"] == "tool_use" for block in whole["content"])
+    assert server.events("/v1/messages", **body)[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize(
