@@ -116,6 +116,7 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 static inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::local_block()], emulator::num_threads); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
+static inline u64 clock64() { return 0; }
 static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
@@ -130,6 +131,7 @@ DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
 }
 DEVICE void stream_item(u16 *to, const u16 *from) { memcpy(to, from, 16); }
 DEVICE void end_stream_group() {}
+DEVICE void prefetch_bytes(const u16 *, u32) {}
 template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE uint4 load_mail(const u32 *p) { return *(const uint4 *)p; }
 DEVICE u32 load_mail1(const u32 *p) { return *p; }

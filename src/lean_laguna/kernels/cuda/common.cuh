@@ -93,6 +93,12 @@ DEVICE void stream_item(u16 *to, const u16 *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
 DEVICE void end_stream_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Ask for many bytes into L2, a multiple of 16: a hint.
+DEVICE void prefetch_bytes(const u16 *from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 // Words that other blocks write meanwhile: each arrives whole, pairs of a value and its tag too.
 DEVICE uint4 load_mail(const u32 *p) {
     uint4 v;

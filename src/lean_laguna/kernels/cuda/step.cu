@@ -80,16 +80,27 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
                      u32 serial, u64 *stamps, float eps, float scale, Self &self) {
     enter(self, stamps, is_second ? UP : QKV);
     const int before = tape.taken;
+#ifndef STAGE_LATE
     if (!is_second) stage_first_task(at, self);
+#endif
     {
         Tokens x;
         receive_normed(x, self.mail + (is_second ? MIDDLE_AT : HIDDEN_AT), embed, ids,
                        is_second ? at.norm : at.input_norm, eps, self);
         self.tag += !is_second;
+#ifdef STAGE_LATE
+        if (!is_second) stage_first_task(at, self);
+#endif
         project(tape, x, at, is_second, stamps, self);
     }
     if (!is_second) {
         enter(self, stamps, ATTEND);
+#ifdef AHEAD_OUT
+        const int k = at.heads * P, columns = min(k / WARPS - RING / 2 * 32, AHEAD_OUT);
+        if (self.thread < 128 && self.block < D / 16 && columns > 0)
+            prefetch_bytes(at.out + (size_t)(self.block * 16 + self.thread / 8) * k + self.thread % 8 * (k / WARPS) +
+                               RING / 2 * 32, columns * 2);
+#endif
         // The keys staged ahead belong to the group issued next after them.
         if (tape.taken - before >= GROUPS)
             wait_for_stream<GROUPS - 1>();

@@ -185,6 +185,7 @@ class StepKernel:
             options: Constants to use instead of the chosen ones: RING, GROUP, CHUNK, TIMED.
         """
         self._layers, self._workspace = tuple(layers), workspace
+        self.source_cols = cols
         device = embed.device
         kv_block = caches[0][0].shape[1]
         constants = _constants(layers, kv_block, cols, options or {})

@@ -38,6 +38,13 @@ DEVICE void project(Tape &tape, const Tokens &x, const Layer &at, bool is_second
 #if E
         if (!is_known && unit >= count) {
             enter(self, stamps, ROUTE);
+#ifdef AHEAD_QKV
+            if (self.thread < AHEAD_QKV && self.layer + 1 < LAYERS) {
+                const Layer &next = self.s.layers[self.layer + 1];
+                const int ahead = self.block + self.thread * self.grid;
+                if (ahead < next.width / 8) prefetch_bytes(next.qkv + (size_t)ahead * 8 * D, 8 * D * 2);
+            }
+#endif
             route(at, self);
             tape.catch_up(self);
             count = KNOWN + self.s.routing.num_slots * (F / 4);

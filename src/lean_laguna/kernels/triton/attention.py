@@ -20,6 +20,7 @@ from torch import Tensor
 from lean_laguna.kernels.triton.combine import combine_kernel, split_of
 from lean_laguna.kernels.triton.heads import append_rows, normed_rotated
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv, power_of_two
+from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
 from lean_laguna.kernels.triton.primitives import prefetch_rows, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 
@@ -86,6 +87,8 @@ def _attend_kernel(
     stat_ptr,
     eps,
     scale,
+    k_scale,
+    v_scale,
     table_stride,
     MAX: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -163,6 +166,8 @@ def _attend_kernel(
                     to_key,
                     head,
                     eps,
+                    k_scale,
+                    v_scale,
                     MAX,
                     WIDTH,
                     H * P,
@@ -206,6 +211,7 @@ def _attend_kernel(
                     slot = ((block * KV_BLOCK + key % KV_BLOCK) * J + head) * P
                     k = tl.load(k_cache_ptr + slot[:, None] + d[None, :], mask=kept[:, None], other=0.0)
                     v = tl.load(v_cache_ptr + slot[:, None] + d[None, :], mask=kept[:, None], other=0.0)
+                    k, v = from_cache(k, k_scale, DTYPE), from_cache(v, v_scale, DTYPE)
                     scores = tl.dot(q, tl.trans(k)) * scale
                     seen = key[None, :] <= to_see[:, None]
                     if WINDOW > 0:
@@ -234,7 +240,7 @@ def attend(
     out: Tensor,
     norms: tuple[Tensor, Tensor],
     rotary: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache | tuple[Tensor, Tensor],
     block_table: Tensor,
     rows: Rows,
     workspace: tuple[Tensor, Tensor],
@@ -259,14 +265,16 @@ def attend(
         launch: What the launches of a step share.
         eps: Of the query and key norms.
     """
-    kv_block_size, programs = cache[0].shape[1], launch.attention_programs
+    cache = LayerCache(*cache)
+    kv_block_size, programs = cache.keys.shape[1], launch.attention_programs
     splits = shape.num_splits(rotary[0].shape[0])
     near, far = (0, 1) if shape.window else (NEAR_SPLITS, FAR_CHUNKS)
     _attend_kernel[(programs,)](
         qkv,
         *norms,
         *rotary,
-        *cache,
+        cache.keys,
+        cache.values,
         block_table,
         rows.positions,
         rows.row_start,
@@ -275,6 +283,8 @@ def attend(
         *workspace,
         eps,
         shape.head_dim**-0.5 * 1.4426950408889634,
+        cache.k_scale,
+        cache.v_scale,
         block_table.stride(0),
         MAX=MAX_ROWS,
         WIDTH=qkv.stride(0),
@@ -292,7 +302,7 @@ def attend(
         KV_BLOCK=kv_block_size,
         COLS=16,
         PROGRAMS=programs,
-        PREFETCH=launch.can_prefetch and shape.head_dim * qkv.element_size() == 256,
+        PREFETCH=launch.can_prefetch and shape.head_dim * cache.keys.element_size() == 256,
         PDL=launch.pdl,
         **launch.options(4),
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lean_laguna.kernels.triton.layer_cache import to_cache
+
 
 @triton.jit
 def normed_rotated(
@@ -63,6 +65,8 @@ def append_rows(
     to_key,
     head,
     eps,
+    k_scale,
+    v_scale,
     MAX: tl.constexpr,
     WIDTH: tl.constexpr,
     K_AT: tl.constexpr,
@@ -82,5 +86,7 @@ def append_rows(
     v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=here[:, None], other=0.0)
     block = tl.load(table_ptr + position // KV_BLOCK, mask=here, other=0).to(tl.int64)
     slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head) * P
+    k = to_cache(k, k_scale, k_cache_ptr.dtype.element_ty)
+    v = to_cache(v, v_scale, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=here[:, None])
     tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=here[:, None])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, uses_maps
 
 _LOG2E = 1.4426950408889634
@@ -57,6 +58,8 @@ def _take_keys(
     lowest,
     position,
     scale,
+    k_scale,
+    v_scale,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -90,6 +93,7 @@ def _take_keys(
         else:
             k_at = k_ptr + slot[None, :] * STRIDE + column + d[:, None]
             k = tl.load(k_at, mask=kept[None, :], other=0.0) if MASK and PAGED else tl.load(k_at)
+            k = from_cache(k, k_scale, q.dtype)
         scores = tl.dot(q, k)
         if MASK:
             seen = (key[None, :] <= position[:, None]) & kept[None, :]
@@ -110,6 +114,7 @@ def _take_keys(
         else:
             v_at = v_ptr + slot[:, None] * STRIDE + column + d[None, :]
             v = tl.load(v_at, mask=kept[:, None], other=0.0) if MASK and PAGED else tl.load(v_at)
+            v = from_cache(v, v_scale, q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc)
         peak = new_peak
     return peak, total, acc
@@ -142,6 +147,8 @@ def _chunk_kernel(
     begin,
     past_keys,
     scale,
+    k_scale,
+    v_scale,
     past_head_stride,
     past_row_stride,
     lse_stride,
@@ -211,6 +218,8 @@ def _chunk_kernel(
             lowest,
             position,
             scale,
+            k_scale,
+            v_scale,
             k_ptr,
             v_ptr,
             table_ptr,
@@ -238,6 +247,8 @@ def _chunk_kernel(
         lowest,
         position,
         scale,
+        k_scale,
+        v_scale,
         k_ptr,
         v_ptr,
         table_ptr,
@@ -262,7 +273,7 @@ def _chunk_kernel(
 def attend_chunk(
     qkv: Tensor,
     out: Tensor,
-    keys: tuple[Tensor, Tensor],
+    keys: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     shape: AttentionShape,
     first: int,
@@ -291,11 +302,12 @@ def attend_chunk(
     """
     H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
     maps = begin is not None and uses_maps(tile, qkv.device)
-    operands: tuple[object, ...] = keys
+    cache = LayerCache(*keys)
+    operands: tuple[object, ...] = cache[:2]
     if maps:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in keys)
+        operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in cache[:2])
     partial, lse = (qkv, qkv) if past is None else past
     _chunk_kernel[(cdiv(qkv.shape[0], tile.queries) * H,)](
         qkv,
@@ -309,6 +321,8 @@ def attend_chunk(
         begin or 0,
         past_keys,
         P**-0.5 * _LOG2E,
+        cache.k_scale,
+        cache.v_scale,
         partial.stride(0),
         partial.stride(1),
         lse.stride(0),
@@ -320,7 +334,7 @@ def attend_chunk(
         GATE=shape.has_gate,
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        KV_BLOCK=keys[0].shape[1] if begin is None else 1,
+        KV_BLOCK=cache.keys.shape[1] if begin is None else 1,
         PAGED=begin is None,
         MAPS=maps,
         PAST=past is not None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.heads import normed_rotated
 from lean_laguna.kernels.triton.launch import cdiv, power_of_two
+from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache, to_cache
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 
 READY_ROWS = 16
@@ -31,6 +32,8 @@ def _ready_kernel(
     first,
     num_tokens_ptr,
     eps,
+    k_scale,
+    v_scale,
     WIDTH: tl.constexpr,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -56,6 +59,8 @@ def _ready_kernel(
         v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
         block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
         slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head - H) * P
+        k = to_cache(k, k_scale, k_cache_ptr.dtype.element_ty)
+        v = to_cache(v, v_scale, v_cache_ptr.dtype.element_ty)
         tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
         tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
 
@@ -64,7 +69,7 @@ def ready_heads(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor],
     rotary: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     shape: AttentionShape,
     first: int,
@@ -86,22 +91,26 @@ def ready_heads(
         eps: Of the norms.
     """
     H, J = shape.num_heads, shape.num_kv_heads
+    cache = LayerCache(*cache)
     _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), H + J)](
         qkv,
         *norms,
         *rotary,
-        *cache,
+        cache.keys,
+        cache.values,
         table,
         first,
         num_tokens,
         eps,
+        cache.k_scale,
+        cache.v_scale,
         WIDTH=shape.width,
         H=H,
         J=J,
         P=shape.head_dim,
         ROTARY=shape.rotary_dim,
         QK_NORM=shape.has_qk_norm,
-        KV_BLOCK=cache[0].shape[1],
+        KV_BLOCK=cache.keys.shape[1],
         ROWS=READY_ROWS,
         num_warps=4,
     )
@@ -118,6 +127,8 @@ def _order_kernel(
     lowest,
     first,
     num_tokens_ptr,
+    k_scale,
+    v_scale,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -132,12 +143,14 @@ def _order_kernel(
     target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
     inside = (i < SIZE)[None, :]
     mask = real[:, None] & inside
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=mask, other=0.0), mask=inside)
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=mask, other=0.0), mask=inside)
+    k = tl.load(k_cache_ptr + source, mask=mask, other=0.0)
+    v = tl.load(v_cache_ptr + source, mask=mask, other=0.0)
+    tl.store(k_ptr + target, from_cache(k, k_scale, k_ptr.dtype.element_ty), mask=inside)
+    tl.store(v_ptr + target, from_cache(v, v_scale, v_ptr.dtype.element_ty), mask=inside)
 
 
 def order_keys(
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     ordered: tuple[Tensor, Tensor],
     lowest: int,
@@ -162,20 +175,24 @@ def order_keys(
         Position of the first row of ``ordered``.
     """
     begin = lowest // tile.keys * tile.keys
-    size = cache[0].shape[2] * cache[0].shape[3]
+    cache = LayerCache(*cache)
+    size = cache.keys.shape[2] * cache.keys.shape[3]
     block = min(1024, power_of_two(size))
     part = min(8, tile.keys)
     _order_kernel[(cdiv(first + rows - begin, tile.keys) * tile.keys // part, cdiv(size, block))](
-        *cache,
+        cache.keys,
+        cache.values,
         table,
         *ordered,
         begin,
         lowest,
         first,
         num_tokens,
+        cache.k_scale,
+        cache.v_scale,
         SIZE=size,
         BLOCK=block,
-        KV_BLOCK=cache[0].shape[1],
+        KV_BLOCK=cache.keys.shape[1],
         ROWS=part,
         num_warps=4,
     )

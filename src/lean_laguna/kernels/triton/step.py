@@ -18,6 +18,7 @@ from lean_laguna.kernels.triton.experts import Routing, expert_gate_up
 from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.head import sample
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
+from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.rows import Rows
@@ -36,11 +37,11 @@ class Caches:
     """KV pages of every layer, and the block table of each layer's KV group.
 
     Attributes:
-        layers: (keys, values) of each layer, [num_blocks, kv_block_size, J, P] each.
+        layers: Of each layer: keys and values, [num_blocks, kv_block_size, J, P] each, and an FP8 cache's scales.
         tables: [MAX_ROWS, .] int32 block table of each layer; layers of one group share theirs.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[LayerCache | tuple[Tensor, Tensor], ...]
     tables: tuple[Tensor, ...]
 
 
@@ -143,7 +144,7 @@ def rows_of(flat: Tensor, width: int) -> Tensor:
 
 def run_layer(
     layer: LayerWeights,
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     inputs: Inputs,
     scratch: Scratch,
@@ -270,8 +271,8 @@ class TargetStep:
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
-    """
         whole: Runs embedding, all layers and the final norm in one launch, or None.
+    """
 
     weights: TargetWeights
     caches: Caches
@@ -284,8 +285,8 @@ class TargetStep:
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
-
     whole: Callable[[], None] | None = None
+
     def run(self) -> None:
         """Launch the step: input ids to sampled tokens, K/V appended, taps written."""
         self.fill()
@@ -293,10 +294,10 @@ class TargetStep:
 
     def fill(self) -> None:
         """Launch all but the head: input ids to ``scratch.normed``, K/V appended, taps written."""
-        weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
         if self.whole is not None:
             self.whole()
             return
+        weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
         rows = inputs.rows
         embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch)
         for i, layer in enumerate(weights.layers):
