@@ -68,7 +68,7 @@ class GpuEngine(LLMEngine):
             pools,
             self.max_model_len,
             thresholds,
-            use_cuda=self.config.kernels == "cuda" and can_compile_cuda(weight),
+            use_cuda=self._uses_cuda(weight),
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
@@ -90,6 +90,15 @@ class GpuEngine(LLMEngine):
         is_measured = is_gpu and self._schedule is not None
         self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget
+
+    def _uses_cuda(self, weight: Tensor) -> bool:
+        """Whether CUDA C++ kernels are wanted and there for what it runs; says where they are not."""
+        if self.config.kernels != "cuda" or not can_compile_cuda(weight):
+            return False
+        if self.config.kv_cache_dtype != "auto":
+            print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
+            return False
+        return True
 
     @property
     def kernels(self) -> str:
@@ -206,6 +215,7 @@ class GpuEngine(LLMEngine):
         """Read everything under way and let the lanes go."""
         while self._rounds:
             self._read_round(deltas)
+        self._programs.check()
         for lane in self._running:
             self._lanes.drop(lane)
         self._running = []
@@ -215,7 +225,6 @@ class GpuEngine(LLMEngine):
         drafter = self._programs.drafter
         self._prices.set(None)  # the host knows where rows stand that it laid out
         for cut in split_rows(lengths):
-        self._programs.check()
             own = [sequences[i] for i in cut]
             for sequence in own:
                 self._prepare(sequence)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
@@ -25,6 +24,7 @@ from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
 from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
@@ -91,7 +91,7 @@ class StepPrograms:
         self.tables = [
             torch.zeros(MAX_ROWS, max_blocks, dtype=torch.int32, device=self.device) for _ in pools.groups
         ]
-        self.caches = self._target_caches(target.config)
+        self.caches = self._target_caches(target)
         own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
         self._draft_head = self.target.head if own_head is None else own_head
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
@@ -248,11 +248,14 @@ class StepPrograms:
     def _empty(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.target.head.dtype, device=self.device)
 
-    def _target_caches(self, config: LagunaConfig) -> Caches:
-        layers, tables, counts = [], [], [0, 0]
-        for kind in config.layer_types:
+    def _target_caches(self, target: LagunaForCausalLM) -> Caches:
+        layers: list[LayerCache | tuple[Tensor, Tensor]] = []
+        tables, counts = [], [0, 0]
+        for i, kind in enumerate(target.config.layer_types):
             group = FULL_GROUP if kind == "full_attention" else SLIDING_GROUP
-            layers.append(self.pools.layer(group, counts[group]))
+            pages = self.pools.layer(group, counts[group])
+            is_coded = pages[0].dtype == torch.float8_e4m3fn
+            layers.append(LayerCache(*pages, *target.kv_scales_of(i)) if is_coded else pages)
             tables.append(self.tables[group])
             counts[group] += 1
         return Caches(tuple(layers), tuple(tables))
@@ -282,10 +285,10 @@ class StepPrograms:
         return Requests(**{name: self.state.fields[name] for name in names}, thresholds=self._thresholds)
 
     def _target_step(self, cols: int, *, taps: bool, logits: bool = False) -> TargetStep:
+        whole = self._whole
         return TargetStep(
             self.target,
             self.caches,
-        whole = self._whole
             self._inputs,
             self.scratch,
             self.state.fields["sampled"],
@@ -295,10 +298,10 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
+            whole=whole.launch("target", cols, (self._taps_of or None) if taps else None) if whole else None,
         )
 
     def _draft_step(self, cols: int, *, filters: bool = False) -> DraftStep:
-            whole=whole.launch("target", cols, (self._taps_of or None) if taps else None) if whole else None,
         assert self.drafter is not None
         assert self._features is not None
         return DraftStep(
@@ -317,10 +320,10 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
+            whole=self._whole.launch("drafter", cols) if self._whole is not None else None,
         )
 
     def _accept(self, cols: int) -> None:
-            whole=self._whole.launch("drafter", cols) if self._whole is not None else None,
         inputs, state = self._inputs, self.state.fields
         accept(
             inputs.input_ids,
