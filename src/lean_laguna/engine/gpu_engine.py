@@ -68,7 +68,7 @@ class GpuEngine(LLMEngine):
             pools,
             self.max_model_len,
             thresholds,
-            use_cuda=self._uses_cuda(weight),
+            use_cuda=self.config.kernels == "cuda" and can_compile_cuda(weight),
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
@@ -90,15 +90,6 @@ class GpuEngine(LLMEngine):
         is_measured = is_gpu and self._schedule is not None
         self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget
-
-    def _uses_cuda(self, weight: Tensor) -> bool:
-        """Whether CUDA C++ kernels are wanted and there for what it runs; says where they are not."""
-        if self.config.kernels != "cuda" or not can_compile_cuda(weight):
-            return False
-        if self.config.kv_cache_dtype != "auto":
-            print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
-            return False
-        return True
 
     @property
     def kernels(self) -> str:
