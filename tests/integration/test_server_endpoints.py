@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from support.servers import RunningServer, events_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -106,6 +108,40 @@ def test_thinking_comes_apart_in_every_api(server: RunningServer) -> None:
     assert usage["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6
     hidden = chat(server, **options, max_tokens=24, thinking_token_budget=6, include_reasoning=False)
     assert hidden["message"] == {"role": "assistant", "content": right["content"]}
+
+
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["no tools", "tools"])
+@pytest.mark.parametrize("thinks", [None, False, True], ids=["unsaid", "off", "on"])
+def test_no_think_tag_leads_the_text_however_thinking_is_asked_for(
+    server: RunningServer, thinks: bool | None, tools: tuple[dict[str, Any], ...]
+) -> None:
+    kwargs = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
+    named = [{"type": "function", "function": tool} for tool in tools]
+    body = {"messages": HI, "temperature": 0, "max_tokens": 20, "thinking_token_budget": 5, **kwargs}
+    choice = server.ok("/v1/chat/completions", **body, tools=named)["choices"][0]["message"]
+    deltas = [
+        event["choices"][0]["delta"] for event in server.events("/v1/chat/completions", **body, tools=named)
+    ]
+    for name in ("content", "reasoning"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (choice.get(name) or "")
+    assert bool(choice.get("reasoning")) == bool(thinks)
+    assert choice["content"]
+    how = {"type": "enabled", "budget_tokens": 5} if thinks else {"type": "disabled"}
+    blocks = server.ok(
+        "/v1/messages",
+        messages=HI,
+        temperature=0,
+        max_tokens=20,
+        tools=[{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools],
+        **({} if thinks is None else {"thinking": how}),
+    )["content"]
+    said = {block["type"]: block.get("text") or block.get("thinking") for block in blocks}
+    assert said == {
+        key: text
+        for key, text in (("thinking", choice.get("reasoning")), ("text", choice["content"]))
+        if text is not None
+    }
+    assert not any(text.lstrip().startswith(("<think>", "</think>")) for text in said.values())
 
 
 def test_a_forced_call_is_streamed_as_it_is_told_whole(server: RunningServer) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -213,6 +214,15 @@ def _chunks(body: bytes) -> Iterator[bytes]:
         size, _, body = body.partition(b"\r\n")
         yield body[: int(size, 16)]
         body = body[int(size, 16) + 2 :]
+
+
+def test_a_burst_beyond_what_runs_at_once_gets_what_each_gets_alone(own: RunningServer) -> None:
+    bodies = [{"prompt": f"def f{i}(x):", "temperature": 1, "seed": i, "max_tokens": 12} for i in range(13)]
+    alone = [own.ok("/v1/completions", **body)["choices"] for body in bodies]
+    with ThreadPoolExecutor(13) as pool:
+        burst = list(pool.map(lambda body: own.ok("/v1/completions", **body)["choices"], bodies))
+    assert burst == alone
+    assert is_idle(own)
 
 
 def test_more_than_may_wait_is_told_to_come_back() -> None:
