@@ -65,8 +65,20 @@ def _lengths(layers: Sequence[LayerWeights]) -> list[int]:
     return found
 
 
+def _is_plain(layer: LayerWeights) -> bool:
+    attention, mlp = layer.attention, layer.mlp
+    weights = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+    if isinstance(mlp, SparseWeights):
+        weights += [mlp.router_gate_up, mlp.shared_down]
+        if mlp.shared_gate_up is not None:
+            return False
+    return attention.gate is None and all(isinstance(weight, Tensor) for weight in weights)
+
+
 def fits_step(layers: Sequence[LayerWeights]) -> bool:
     """Say whether ``StepKernel`` takes these layers, all of them."""
+    if not all(_is_plain(layer) for layer in layers):
+        return False
     first = layers[0].attention
     mixtures = {_mixture(layer.mlp) for layer in layers if isinstance(layer.mlp, SparseWeights)}
     dense = [layer.mlp.down.shape[1] for layer in layers if isinstance(layer.mlp, DenseWeights)]
