@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
@@ -56,6 +58,7 @@ class GpuEngine(LLMEngine):
         assert isinstance(target, LagunaForCausalLM), "why_not() comes first"
         assert proposer is None or isinstance(proposer, DFlashProposer), "why_not() comes first"
         weight = next(target.parameters())
+        self._check_cache(weight)
         pools, budget = kv_cache_for(
             groups, self.config, limits, self.max_model_len, weight.dtype, weight.device, PagedPools
         )
@@ -68,7 +71,7 @@ class GpuEngine(LLMEngine):
             pools,
             self.max_model_len,
             thresholds,
-            use_cuda=self.config.kernels == "cuda" and can_compile_cuda(weight),
+            use_cuda=self._uses_cuda(weight),
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
@@ -90,6 +93,25 @@ class GpuEngine(LLMEngine):
         is_measured = is_gpu and self._schedule is not None
         self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget
+
+    def _check_cache(self, weight: Tensor) -> None:
+        if self.config.kv_cache_dtype != "fp8" or weight.device.type != "cuda":
+            return
+        found = torch.cuda.get_device_capability(weight.device)
+        if found < (8, 9):
+            raise ConfigError(
+                f"kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later, found {found[0]}.{found[1]}; "
+                "use auto"
+            )
+
+    def _uses_cuda(self, weight: Tensor) -> bool:
+        """Whether CUDA C++ kernels are wanted and there for what it runs; says where they are not."""
+        if self.config.kernels != "cuda" or not can_compile_cuda(weight):
+            return False
+        if self.config.kv_cache_dtype != "auto":
+            print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
+            return False
+        return True
 
     @property
     def kernels(self) -> str:

@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 E4M3_MAX = tl.constexpr(448.0)
+_LEAST_NORMAL = tl.constexpr(2.0**-6)
+# Numbers from 2^14 on have steps of 2^-9.
+_SUBNORMAL_STEPS = tl.constexpr(1.5 * 2.0**14)
 
 
 class LayerCache(NamedTuple):
@@ -30,15 +33,20 @@ class LayerCache(NamedTuple):
 @triton.jit
 def to_cache(x, scale, KIND: tl.constexpr):
     """Return numbers as a cache of a type keeps them: as they are, or codes of them over the scale."""
-    if KIND == tl.float8e4nv:
+    if KIND.is_fp8e4nv():
         scaled = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
         x = tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
+        # Rounded here, to 3 bits or to steps of 2^-9: Triton's interpreter rounds up to no power of two.
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        small = (x + _SUBNORMAL_STEPS) - _SUBNORMAL_STEPS
+        x = tl.where(tl.abs(x) < _LEAST_NORMAL, small, normal)
     return x.to(KIND)
 
 
 @triton.jit
 def from_cache(x, scale, KIND: tl.constexpr):
     """Return what a cache keeps as numbers of the model's type."""
-    if x.dtype == tl.float8e4nv:
+    if x.dtype.is_fp8e4nv():
         x = (x.to(tl.float32) * scale).to(KIND)
     return x

@@ -37,7 +37,8 @@ class Caches:
     """KV pages of every layer, and the block table of each layer's KV group.
 
     Attributes:
-        layers: Of each layer: keys and values, [num_blocks, kv_block_size, J, P] each, and an FP8 cache's scales.
+        layers: Of each layer, keys and values, [num_blocks, kv_block_size, J, P] each; and an FP8 cache's
+            scales.
         tables: [MAX_ROWS, .] int32 block table of each layer; layers of one group share theirs.
     """
 

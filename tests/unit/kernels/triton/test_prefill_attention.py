@@ -8,10 +8,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.prefill_attention import attend_chunk
 from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 from lean_laguna.kernels.triton.weights import rotary_tables
+from lean_laguna.quant.fp8 import encode_values
 
 J, P, PAGE, EPS = 2, 16, 4, 1e-6
 TILE = AttentionTile(16, 16, 4, 2)
@@ -105,3 +107,40 @@ def test_ordered_keys_end_in_zeros(draw, device, poisoned, count, dtype):
         assert not found[:2].any()
         assert not found[11:16].any()
         assert found[16:].isnan().all()
+
+
+@pytest.mark.parametrize(("shape", "first", "n"), [(FULL, 9, 7), (SLIDING, 48, 19)])
+def test_pages_of_codes_are_read_as_the_numbers_they_stand_for(
+    draw, poisoned, count, device, dtype, shape, first, n
+):
+    rows, length, scales = 24, count(n), (0.02, 0.003)
+    inv_freq = 10000.0 ** -(torch.arange(shape.rotary_dim // 2, device=device) / (shape.rotary_dim // 2))
+    rotary = rotary_tables(inv_freq, 128, 1.1, dtype)
+    norms = (draw(P) * 0.2 + 1, draw(P) * 0.2 + 1)
+    table = torch.randperm(32, device=device).to(torch.int32) + 1
+    qkv = poisoned(rows, shape.width)
+    qkv[:n] = draw(n, shape.width)
+    at = torch.arange(first, first + n, device=device)
+    plain = tuple(draw(33, PAGE, J, P) for _ in range(2))
+    kept = [encode_values(pages, torch.tensor(s)) for pages, s in zip(plain, scales, strict=True)]
+    coded = LayerCache(*kept, *scales)
+    again = qkv.clone()
+    ready_heads(again, norms, rotary, coded, table, shape, first, length, eps=EPS)
+    ready_heads(qkv, norms, rotary, plain, table, shape, first, length, eps=EPS)
+    for pages, codes, scale in zip(plain, kept, scales, strict=True):
+        new = pages[table[at // PAGE].long(), at % PAGE]
+        found = codes.view(torch.uint8)[table[at // PAGE].long(), at % PAGE]
+        assert torch.equal(found, encode_values(new, torch.tensor(scale)).view(torch.uint8))
+        assert (found & 127 == 126).any() or scale > 0.01  # some are cut off
+    numbers = tuple((codes.float() * s).to(dtype) for codes, s in zip(kept, scales, strict=True))
+    lowest = lowest_key(shape, first)
+    found = []
+    for cache in (coded, numbers):
+        ordered = tuple(poisoned(128, J, P) for _ in range(2))
+        begin = order_keys(cache, table, ordered, lowest, first, length, rows, TILE)
+        for taken, start in ((ordered, begin), (cache, None)):
+            out = poisoned(rows, shape.num_heads * P)
+            attend_chunk(qkv, out, taken, table, shape, first, length, TILE, begin=start)
+            found.append(out[:n])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
