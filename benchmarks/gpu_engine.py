@@ -42,7 +42,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.begin = args, time.monotonic()
-        self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
+        self.found: dict[str, Any] = {"errors": {}, "asked": args.kernels, **describe_run(None)}
         self._xs: LLM | None = None
         self.seed = 0
         self.meter = Meter()
@@ -176,6 +176,7 @@ class Bench:
                 },
             )
             loaded = time.monotonic() - start
+            self.found["kernels"] = self._xs.engine.kernels
             first_s = self.once(16, 2, 0)[1]
             self.found["start"] = {
                 "load_and_compile_s": round(loaded, 1),
@@ -296,17 +297,17 @@ class Bench:
         if self.args.tiny:
             config = replace(config, kv_cache_memory_bytes=None, max_model_len=128)
         vocab = engine.target.config.vocab_size
-        size, length = (9, 4) if self.args.tiny else (700, 48)
+        size, length = (9, 4) if self.args.tiny else (700, self.args.hash_tokens)
         found = []
         for proposer in (None, engine.proposer):
             other = type(engine)(
                 engine.target, engine.tokenizer, proposer, config, num_speculative_tokens=proposer and 7
             )
             requests = []
-            for i in range(3):
+            for i in range(3 if self.args.tiny else self.args.hash_requests):
                 params = SamplingParams(temperature=0.8 * (i % 2), max_tokens=length, ignore_eos=True, seed=i)
                 requests.append((tokens(size + 31 * i, 7000 + i, vocab), params))
-            found.append(self.hashed(LLM.from_engine(other), requests, time.monotonic() + 60)[0])
+            found.append(self.hashed(LLM.from_engine(other), requests, time.monotonic() + 90)[0])
             del other
         plain, drafted = found
         return {
@@ -389,6 +390,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--nano-requests", type=int, default=400)
     parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
+    parser.add_argument("--hash-requests", type=int, default=3, help="at once, of the hashes part")
+    parser.add_argument("--hash-tokens", type=int, default=48, help="of each")
     parser.add_argument("--soak-steps", type=int, default=20_000)
     parser.add_argument("--profile-host", action="store_true", help="where the soak's host time goes")
     parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
