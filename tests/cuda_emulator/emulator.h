@@ -201,5 +201,11 @@ DEVICE int min_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
+DEVICE u32 lanes_where(bool v) {
+    u32 all = 0;
+    for (int i = 0; i < 32; i++) all |= (u32)emulator::gathered(&emulator::Lane::i, (int)v, i) << i;
+    return all;
+}
+DEVICE int first_bit(u32 v) { return __builtin_ctz(v); }
 DEVICE void wait_for_inputs() {}
 DEVICE void let_next_start() {}

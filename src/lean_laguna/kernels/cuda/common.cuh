@@ -137,6 +137,8 @@ DEVICE u16 to_bf16(float x) {
     return v;
 }
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+DEVICE u32 lanes_where(bool v) { return __ballot_sync(0xffffffffu, v); }
+DEVICE int first_bit(u32 v) { return __ffs(v) - 1; }
 DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
 DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }

@@ -65,13 +65,6 @@ DEVICE uint2 settled4(uint4 v, const u32 *from, Self &self) {
     return joined(v);
 }
 DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(from), from, self); }
-// One element, polled.
-DEVICE float receive(const u32 *from, Self &self) {
-    u32 v = load_mail1(from);
-    while (((v ^ self.tag) & 0xffffu) && may_poll(self)) v = load_mail1(from);
-    return untagged(v);
-}
-
 // A phase begins.
 DEVICE void enter(Self &self, u64 *stamps, int phase) {
     self.phase = phase;

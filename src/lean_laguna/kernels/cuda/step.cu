@@ -75,11 +75,29 @@ DEVICE void stage_first_task(const Layer &at, Self &self) {
     if (find_task(task, self.block, at, self.s.rows)) staged.copy(task, at, self);
 }
 
+// Ask for the next layer's norms and router bias into L2, a line a block: they are too small to be on the tape, and the
+// path from block to block would wait for memory at each of them.
+DEVICE void prefetch_small(const Layer &next, Self &self) {
+    const int norm = D / 64, head = P / 64;
+#pragma unroll 1
+    for (int line = self.block; line < 2 * norm + 2 * head + E / 32; line += self.grid) {
+        int i = line;
+        const u16 *from = next.input_norm;
+        if (i >= norm) i -= norm, from = next.norm;
+        if (i >= norm) i -= norm, from = next.q_norm;
+        if (i >= head && from == next.q_norm) i -= head, from = next.k_norm;
+        if (i >= head && from == next.k_norm) i -= head, from = (const u16 *)next.bias;
+        if (from) prefetch_line(from + i * 64);
+    }
+}
+
 // Half a layer: attention, or the part after it.
 DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const int *ids, Tape &tape, u32 *parts,
                      u32 serial, u64 *stamps, float eps, float scale, Self &self) {
     enter(self, stamps, is_second ? UP : QKV);
     const int before = tape.taken;
+    if (!is_second && self.layer + 1 < LAYERS && self.thread == THREADS - 1)
+        prefetch_small(self.s.layers[self.layer + 1], self);
 #ifndef STAGE_LATE
     if (!is_second) stage_first_task(at, self);
 #endif

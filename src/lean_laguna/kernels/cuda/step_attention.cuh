@@ -346,6 +346,8 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
     int last = at.causal ? position : last_key;
     if (!at.causal && at.window > 0) last = min(last, position + at.window - 1);
     const int end = split_of(at, last) + 1;
+    const u32 *gate_at = self.mail + QKV_AT + (size_t)row * at.width + (at.heads + 2 * J) * P + head;
+    u32 gate = at.gate ? load_mail1(gate_at) : 0;
     float peak = -INF, total = 0.0f, acc[4] = {0, 0, 0, 0};
 #pragma unroll 1
     for (int s = begin; s < end; s += TAKE) {
@@ -374,11 +376,12 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
             acc[3] = acc[3] * fade + __uint_as_float(part[j].v[1].z) * by;
         }
     }
+    const float inverse = 1.0f / total;
     float y[4];
-    for (int i = 0; i < 4; i++) y[i] = rounded(acc[i] / total);
+    for (int i = 0; i < 4; i++) y[i] = rounded(acc[i] * inverse);
     if (at.gate) {
-        const float opened = rounded(softplus(
-            receive(self.mail + QKV_AT + (size_t)row * at.width + (at.heads + 2 * J) * P + head, self)));
+        while (((gate ^ self.tag) & 0xffffu) && may_poll(self)) gate = load_mail1(gate_at);
+        const float opened = rounded(softplus(untagged(gate)));
         for (int i = 0; i < 4; i++) y[i] *= opened;
     }
     store_mail(self.mail + HEADS_AT + (size_t)(row * at.heads + head) * P + self.lane * 4,

@@ -40,29 +40,40 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
         sigmoid[i] = 1.0f / (1.0f + expf(-logit));
         keys[i] = ordered(sigmoid[i] + bias[i]);
     }
-    // Each lane's best, the lowest id among equals; only the lane that wins looks again.
-    int best = lowest, best_at = 0;
-    float best_value = 0.0f;
+    // Each lane's experts, best first, the lower id among equals.
+    int ids[E / 32];
 #pragma unroll
-    for (int i = 0; i < E / 32; i++)
-        if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
-    float own = 0.0f, total = 0.0f;   // lane a keeps the value of choice a
+    for (int i = 0; i < E / 32; i++) ids[i] = i * 32 + lane;
+#pragma unroll
+    for (int i = 1; i < E / 32; i++)
+#pragma unroll
+        for (int j = i; j > 0; j--) {
+            const bool swaps = keys[j] > keys[j - 1];
+            const int key = keys[j], id = ids[j];
+            const float value = sigmoid[j];
+            keys[j] = swaps ? keys[j - 1] : key, keys[j - 1] = swaps ? key : keys[j - 1];
+            ids[j] = swaps ? ids[j - 1] : id, ids[j - 1] = swaps ? id : ids[j - 1];
+            sigmoid[j] = swaps ? sigmoid[j - 1] : value, sigmoid[j - 1] = swaps ? value : sigmoid[j - 1];
+        }
+    // The warp's best, one after another: its lane takes the next of its own.
 #pragma unroll 1
     for (int a = 0; a < A; a++) {
-        const int highest = max_over_warp(best);
-        const int id = min_over_warp(best == highest ? best_at * 32 + lane : E);
-        const float value = from_lane(best_value, id & 31);
-        total += value;
-        if (lane == a) own = value, r.chosen[token][a] = (u8)id;
-        if ((id & 31) != lane) continue;
+        const int highest = max_over_warp(keys[0]);
+        const u32 equals = lanes_where(keys[0] == highest);
+        int winner = first_bit(equals);
+        if (equals & (equals - 1)) winner = min_over_warp(keys[0] == highest ? ids[0] : E) & 31;
+        if (winner != lane) continue;
+        r.chosen[token][a] = (u8)ids[0], r.weights[token][a] = sigmoid[0];
 #pragma unroll
-        for (int i = 0; i < E / 32; i++)
-            if (i == best_at) keys[i] = lowest;
-        best = lowest;
-#pragma unroll
-        for (int i = 0; i < E / 32; i++)
-            if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
+        for (int i = 1; i < E / 32; i++) keys[i - 1] = keys[i], ids[i - 1] = ids[i], sigmoid[i - 1] = sigmoid[i];
+        keys[E / 32 - 1] = lowest;
     }
+    __syncwarp();
+    float total = 0.0f;
+#pragma unroll
+    for (int a = 0; a < A; a++) total += r.weights[token][a];
+    const float own = r.weights[token][lane < A ? lane : 0];
+    __syncwarp();
     if (lane < A) r.weights[token][lane] = rounded(NORM_TOPK ? own / total : own);
 }
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import FAR_SPLIT_CHUNKS, NEAR_SPLITS, SPLIT_KEYS
 from lean_laguna.kernels.triton.combine import combine_kernel, split_of
 from lean_laguna.kernels.triton.heads import append_rows, normed_rotated
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv, power_of_two
@@ -24,11 +25,10 @@ from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
 from lean_laguna.kernels.triton.primitives import prefetch_rows, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 
-CHUNK = 64
+CHUNK = SPLIT_KEYS
 """Keys taken at a time, and keys of a near split."""
-NEAR_SPLITS = 128
-"""Splits of CHUNK keys; later ones have FAR_CHUNKS chunks, so that long contexts leave few partial sums."""
-FAR_CHUNKS = 8
+FAR_CHUNKS = FAR_SPLIT_CHUNKS
+"""Chunks of a split beyond the first NEAR_SPLITS, so that long contexts leave few partial sums."""
 
 
 @dataclass(frozen=True)

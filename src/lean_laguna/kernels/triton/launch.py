@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-MAX_ROWS = 16
-"""Token rows of every step buffer; the widest column tile."""
+# Token rows of every step buffer; the widest column tile.
+from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
 
 
 def is_interpreting() -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, ORDERED_SLACK
 from lean_laguna.kernels.triton.formats import Packed, Weight, decode
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
@@ -31,10 +32,6 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, Spars
 MIN_ROWS = 256
 """Rows of the smallest shape a chunk runs in; the others are its doublings."""
 
-MAX_ORDERED = 65536
-"""Keys that are laid in order before attention, 4 KiB each for Laguna-XS; beyond, kernels walk the pages."""
-ORDERED_SLACK = 256
-"""Rows that blocks of ordered keys may need beyond them, on both ends."""
 LIBRARY_FROM = 8192
 """The library takes keys in multiples of so many: few shapes, of which each takes it 50 ms the first time."""
 
@@ -112,7 +109,7 @@ class PrefillScratch:
 
         sparse = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, SparseWeights)]
         shapes = [layer.attention.shape for layer in weights.layers]
-        longest = min(max_model_len or weights.layers[0].rotary[0].shape[0], MAX_ORDERED)
+        longest = min(max_model_len or weights.layers[0].rotary[0].shape[0], MAX_ORDERED_KEYS)
         # Blocks of keys start at multiples of their own size.
         ordered = (
             max(cdiv(longest, rows) * rows, *(rows + s.window for s in shapes)) + ORDERED_SLACK,
