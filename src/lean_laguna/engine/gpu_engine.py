@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import GPU_CHUNK_SIZE, GPU_STEPS_AHEAD
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
@@ -51,7 +52,7 @@ class _Round:
 class GpuEngine(LLMEngine):
     """An ``LLMEngine`` whose steps run ahead on the device; ``gpu_weights.why_not`` says for which models."""
 
-    _STEPS_AHEAD, _CHUNK_SIZE = 2, 2048
+    _STEPS_AHEAD, _CHUNK_SIZE = GPU_STEPS_AHEAD, GPU_CHUNK_SIZE
 
     def _set_up(self, groups: Sequence[KVGroup], used: Sequence[int], limits: SchedulerLimits) -> KVBudget:
         target, proposer = self.target, self.proposer
@@ -116,6 +117,9 @@ class GpuEngine(LLMEngine):
     @property
     def kernels(self) -> str:
         """What computes its steps, in words."""
+        at_once = " and ".join(sorted(self._programs.in_one_launch, reverse=True))
+        if at_once:
+            return f"CUDA C++ ({at_once} in one launch each) and Triton"
         return "CUDA C++ and Triton" if self._programs.uses_cuda else "Triton"
 
     @property

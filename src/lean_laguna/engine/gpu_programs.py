@@ -154,6 +154,11 @@ class StepPrograms:
         """Whether steps run on the CUDA C++ kernels where they fit, and on Triton's elsewhere."""
         return self._whole is not None or self._cuda_layers is not None
 
+    @property
+    def in_one_launch(self) -> frozenset[str]:
+        """Which of ``target`` and ``drafter`` run all their layers in one launch."""
+        return self._whole.names if self._whole is not None else frozenset()
+
     def check(self) -> None:
         """Wait for the device and make sure that its steps came to their ends.
 
