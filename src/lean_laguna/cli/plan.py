@@ -26,7 +26,7 @@ streams that fit; vLLM's arithmetic beside ours. Exit status 1 where it does not
   --context N               longest prompt plus output of a stream (32768, or the model's limit)
   --streams N               requests at once, each of that length (1)
   --dtype TYPE              bfloat16 (usual) or float32, of unquantised weights, keys and values
-  --no-prefix-caching       no room for cached ends of prompts
+  --kv-cache-dtype TYPE     auto (as --dtype) or fp8; --no-prefix-caching: no cached ends of prompts
   --prefill-chunk-size N    prompt rows per step (2048, on a CPU 256); --kv-block-size N (16)
   --vllm-kv-dtype TYPE      auto (what the checkpoint asks for), bfloat16 or fp8
   --max-num-batched-tokens N                    vLLM's rows per step (8192)
@@ -46,6 +46,7 @@ def build_parser() -> Parser:
     parser.add_argument("--context", type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--streams", type=whole(1, 1 << 20), default=1)  # type: ignore[arg-type]
     parser.add_argument("--dtype", type=one_of("bfloat16", "float32"))  # type: ignore[arg-type]
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--prefill-chunk-size", type=whole(1))  # type: ignore[arg-type]
     parser.add_argument("--kv-block-size", type=whole(1), default=16)  # type: ignore[arg-type]
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         args.kv_block_size,
         not args.no_prefix_caching,
         is_on_gpu,
+        args.kv_cache_dtype,
     )
     is_fp8 = args.vllm_kv_dtype == "fp8" or (args.vllm_kv_dtype == "auto" and target.inventory.has_fp8_kv)
     context = args.context or min(32768, target.config.max_position_embeddings)

@@ -101,8 +101,8 @@ class GpuEngine(LLMEngine):
         found = torch.cuda.get_device_capability(weight.device)
         if found < (8, 9):
             raise ConfigError(
-                f"kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later, found {found[0]}.{found[1]}; "
-                "use auto"
+                "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later, found "
+                f"{found[0]}.{found[1]}; use auto"
             )
 
     def _uses_cuda(self, weight: Tensor) -> bool:

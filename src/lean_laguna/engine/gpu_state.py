@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_ROWS = 16
-"""Rows, and requests, of one step; ``kernels.triton.launch`` has the same number."""
+# Rows, and requests, of one step.
+from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
+
 MAX_STOPS = 8
 """Stop tokens of a request that the device looks for; the host finds any."""
 RING = 64

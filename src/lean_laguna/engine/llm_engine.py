@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lean_laguna.core.config import DraftLength, EngineConfig
+from lean_laguna.core.engine_sizes import CPU_CHUNK_SIZE
 from lean_laguna.core.types import Logprob, SamplingParams
 from lean_laguna.engine.draft_lengths import DraftLengths, controller_for
 from lean_laguna.engine.foreseen import with_foreseen
@@ -47,7 +48,7 @@ class LLMEngine:
         kv_bytes: Bytes set aside for keys and values.
     """
 
-    _STEPS_AHEAD, _CHUNK_SIZE = 0, 256
+    _STEPS_AHEAD, _CHUNK_SIZE = 0, CPU_CHUNK_SIZE
 
     def __init__(
         self,

@@ -11,6 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.engine_sizes import (
+    CPU_CHUNK_SIZE,
+    FAR_SPLIT_CHUNKS,
+    GPU_CHUNK_SIZE,
+    GPU_STEPS_AHEAD,
+    MAX_ORDERED_KEYS,
+    MAX_ROWS,
+    NEAR_SPLITS,
+    ORDERED_SLACK,
+    SPLIT_KEYS,
+)
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.plan.inventory import FLOATS, Inventory
 
@@ -29,12 +40,6 @@ GROUP_LABELS = {
     "draft_full": "drafter, full",
     "draft_sliding": "drafter, sliding",
 }
-CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 256, 2048
-GPU_STEPS_AHEAD = 2
-"""As ``engine.llm_engine`` and ``engine.gpu_engine`` have them; a test holds them equal."""
-GPU_ROWS, MAX_ORDERED_KEYS, ORDERED_SLACK = 16, 65536, 256
-SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
-"""As the Triton kernels have them, which need not be installed to plan; a test holds them equal."""
 DEVICE_BYTES = 3 * GIB // 4
 """What CUDA's context, loaded kernels and captured graphs take on a device; assumed, not ours to allocate."""
 
@@ -48,6 +53,7 @@ class EngineLimits:
         prefill_chunk_size: Prompt rows per step; None takes the engine's own.
         kv_block_size: Positions per block.
         enable_prefix_caching: Room for cached ends of prompts.
+        kv_cache_dtype: ``auto``, or ``fp8``: the target's keys and values as FP8 codes.
         is_on_gpu: Whether the engine for GPUs runs, which looks ahead and takes larger chunks.
     """
 
@@ -56,6 +62,7 @@ class EngineLimits:
     kv_block_size: int = 16
     enable_prefix_caching: bool = True
     is_on_gpu: bool = True
+    kv_cache_dtype: str = "auto"
 
     @property
     def chunk_size(self) -> int:
@@ -87,7 +94,7 @@ class EngineMemory:
     def __init__(self, config: LagunaConfig, drafter: DFlashConfig | None, limits: EngineLimits):
         self._config, self._drafter = config, drafter
         self.limits = limits
-        self.groups = kv_groups(config, drafter)
+        self.groups = kv_groups(config, drafter, limits.kv_cache_dtype)
         self.max_model_len = config.max_position_embeddings
 
     def kv(self, context: int, num_seqs: int, budget_bytes: int | None = None) -> KVBudget:
@@ -167,7 +174,7 @@ class EngineMemory:
         return {
             "a chunk of prompt": self.limits.chunk_size * row * size,
             "its keys and values in order": keys * 2 * config.num_key_value_heads * config.head_dim * size,
-            "logits and noise": GPU_ROWS * config.vocab_size * (4 + 4 + 8),
+            "logits and noise": MAX_ROWS * config.vocab_size * (4 + 4 + 8),
             "rotary tables": context * dims * size,
             "parts of attention": self._attention_parts(context),
             "device: context, kernels, graphs": DEVICE_BYTES,
@@ -195,22 +202,28 @@ class EngineMemory:
             )
             splits = -(-min(keys, near) // SPLIT_KEYS) - (-max(0, keys - near) // far)
             most = max(most, heads * splits)
-        return GPU_ROWS * most * (config.head_dim + 2) * 4
+        return MAX_ROWS * most * (config.head_dim + 2) * 4
 
     @property
     def _max_draft_tokens(self) -> int:
         return self._drafter.max_draft_tokens if self._drafter is not None else 0
 
 
-def kv_groups(config: LagunaConfig, drafter: DFlashConfig | None) -> tuple[KVGroup, ...]:
+def kv_groups(
+    config: LagunaConfig, drafter: DFlashConfig | None, kv_cache_dtype: str = "auto"
+) -> tuple[KVGroup, ...]:
     """Return the KV groups that the engine makes for a target and a drafter, without building either."""
+    from lean_laguna.engine.kv_budget import stored_groups
     from lean_laguna.models.kv_cache import KVGroup
 
     shape = (config.num_key_value_heads, config.head_dim)
     num_full = sum(kind == "full_attention" for kind in config.layer_types)
-    groups = (
-        KVGroup("full", num_full, *shape, None),
-        KVGroup("sliding", config.num_hidden_layers - num_full, *shape, config.sliding_window),
+    groups = stored_groups(
+        (
+            KVGroup("full", num_full, *shape, None),
+            KVGroup("sliding", config.num_hidden_layers - num_full, *shape, config.sliding_window),
+        ),
+        kv_cache_dtype,
     )
     if drafter is None:
         return groups

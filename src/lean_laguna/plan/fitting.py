@@ -110,6 +110,7 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
             f"--max-num-seqs {wish.num_streams}",
             f"--max-num-batched-tokens {limits.chunk_size}",
             f"--kv-cache-memory-bytes {budget.total_bytes}",
+            *(["--kv-cache-dtype fp8"] if limits.kv_cache_dtype == "fp8" else []),
         ],
     }
 

@@ -9,21 +9,19 @@ from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.engine import gpu_state
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_engine import GpuEngine
 from lean_laguna.engine.gpu_weights import target_weights
-from lean_laguna.engine.kv_budget import kv_cache_for
+from lean_laguna.engine.kv_budget import kv_cache_for, stored_groups
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.scheduler import Scheduler, SchedulerLimits
-from lean_laguna.kernels.triton import attention, prefill
+from lean_laguna.kernels.triton import prefill
 from lean_laguna.kernels.triton.step import Scratch
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.kv_cache import KVCache
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.shapes import drafter_shape, laguna_shape
-from lean_laguna.plan import engine_memory
 from lean_laguna.plan.engine_memory import (
     EngineLimits,
     EngineMemory,
@@ -78,6 +76,7 @@ def random_case(seed):
         block,
         pick.random() < 0.5,
         is_on_gpu=pick.random() < 0.5,
+        kv_cache_dtype=pick.choice(("auto", "fp8")),
     )
     return LagunaConfig.from_dict(given), drafter, limits, pick.randint(1, limit), pick.randint(1, 5)
 
@@ -85,7 +84,7 @@ def random_case(seed):
 def allocate(config, drafter, limits, context, num_seqs, budget, cache=KVCache):
     """Allocate as an engine of these settings does; return its storages' bytes, budget and pools."""
     with torch.device("meta"):
-        groups = LagunaForCausalLM(config).kv_groups()
+        groups = stored_groups(LagunaForCausalLM(config).kv_groups(), limits.kv_cache_dtype)
         groups += DFlashDrafter(drafter).kv_groups() if drafter is not None else ()
     scheduler_limits = SchedulerLimits(
         num_seqs,
@@ -163,11 +162,14 @@ def test_nothing_fits_into_nothing():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_running_engine_holds_what_was_planned(caching):
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+def test_a_running_engine_holds_what_was_planned(caching, stored):
     target = tiny_target()
-    config = EngineConfig(max_model_len=100, max_num_seqs=3, enable_prefix_caching=caching)
+    config = EngineConfig(
+        max_model_len=100, max_num_seqs=3, enable_prefix_caching=caching, kv_cache_dtype=stored
+    )
     engine = LLMEngine(target, tiny_tokenizer(), None, config)
-    limits = EngineLimits("float32", enable_prefix_caching=caching, is_on_gpu=False)
+    limits = EngineLimits("float32", enable_prefix_caching=caching, is_on_gpu=False, kv_cache_dtype=stored)
     assert engine.kv_bytes == EngineMemory(target.config, None, limits).kv(100, 3).total_bytes
 
 
@@ -205,24 +207,6 @@ def test_the_workspace_grows_with_rows_and_context():
     small, large = memory.workspace(2048, 1), memory.workspace(262144, 8)
     assert all(large[part] >= small[part] for part in small)
     assert small["logits and noise"] == 16 * 100352 * 16
-
-
-def test_the_constants_are_those_of_the_engines_and_their_kernels():
-    assert (LLMEngine._CHUNK_SIZE, LLMEngine._STEPS_AHEAD) == (engine_memory.CPU_CHUNK_SIZE, 0)
-    assert (GpuEngine._CHUNK_SIZE, GpuEngine._STEPS_AHEAD) == (
-        engine_memory.GPU_CHUNK_SIZE,
-        engine_memory.GPU_STEPS_AHEAD,
-    )
-    assert (attention.CHUNK, attention.NEAR_SPLITS, attention.FAR_CHUNKS) == (
-        engine_memory.SPLIT_KEYS,
-        engine_memory.NEAR_SPLITS,
-        engine_memory.FAR_SPLIT_CHUNKS,
-    )
-    assert (gpu_state.MAX_ROWS, prefill.MAX_ORDERED, prefill.ORDERED_SLACK) == (
-        engine_memory.GPU_ROWS,
-        engine_memory.MAX_ORDERED_KEYS,
-        engine_memory.ORDERED_SLACK,
-    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 7}, {"intermediate_size": 700}])

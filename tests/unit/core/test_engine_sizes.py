@@ -1,0 +1,29 @@
+"""Engines, kernels and plans count with the same sizes."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from lean_laguna.core import engine_sizes
+from lean_laguna.engine import gpu_state
+from lean_laguna.engine.gpu_engine import GpuEngine
+from lean_laguna.engine.llm_engine import LLMEngine
+from lean_laguna.kernels.triton import attention, launch
+
+
+def test_engines_and_kernels_take_their_sizes_from_here() -> None:
+    assert (LLMEngine._CHUNK_SIZE, GpuEngine._CHUNK_SIZE) == (
+        engine_sizes.CPU_CHUNK_SIZE,
+        engine_sizes.GPU_CHUNK_SIZE,
+    )
+    assert GpuEngine._STEPS_AHEAD == engine_sizes.GPU_STEPS_AHEAD
+    assert gpu_state.MAX_ROWS == launch.MAX_ROWS == engine_sizes.MAX_ROWS
+    assert (attention.CHUNK, attention.FAR_CHUNKS) == (
+        engine_sizes.SPLIT_KEYS,
+        engine_sizes.FAR_SPLIT_CHUNKS,
+    )
+
+
+def test_the_sizes_fit_together() -> None:
+    assert engine_sizes.GPU_CHUNK_SIZE % engine_sizes.CPU_CHUNK_SIZE == 0
+    assert engine_sizes.MAX_ORDERED_KEYS % engine_sizes.GPU_CHUNK_SIZE == 0
