@@ -148,16 +148,18 @@ def convert(source: Path, destination: Path, workers: int, kill_at: float) -> di
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    read_bytes = report["source_bytes"] - killed.get("finished_bytes", 0)
     return killed | {
         "source_bytes": report["source_bytes"],
+        "read_bytes": read_bytes,
         "written_bytes": report["written_bytes"],
         "num_resumed_files": report["num_resumed_files"],
         "peak_rss_bytes": report["peak_rss_bytes"],
         "conversion_s": report["conversion_s"],
         "cpu_s": report["cpu_s"],
-        "read_mb_per_cpu_s": report["source_bytes"] / report["cpu_s"] / 1e6,
+        "read_mb_per_cpu_s": read_bytes / report["cpu_s"] / 1e6,
         "whole_command_s": time.monotonic() - started,
-        "read_mb_per_s": report["source_bytes"] / report["conversion_s"] / 1e6,
+        "read_mb_per_s": read_bytes / report["conversion_s"] / 1e6,
     }
 
 
@@ -173,7 +175,12 @@ def kill_midway(command: list[str], source: Path, destination: Path, share: floa
         time.sleep(1)
     process.kill()
     process.wait()
-    return {"killed_after_files": len(list(partial.glob("*.safetensors"))), "killed_peak_rss_bytes": peak}
+    finished = [source / file.name for file in partial.glob("*.safetensors")]
+    return {
+        "killed_after_files": len(finished),
+        "finished_bytes": sum(file.stat().st_size for file in finished),
+        "killed_peak_rss_bytes": peak,
+    }
 
 
 def drop_from_memory(source: Path) -> None:
