@@ -36,7 +36,8 @@ goes on. Exit status 1 where --like finds differing bytes.
   --like-source DIR         what DIR was made from, where SOURCE is not it
   --check                   errors of the weights; --text FILE: perplexity and greedy agreement, on
                             --max-text-tokens N (4096); for a drafter, --target NAME: acceptance on
-                            --prompts SET (mixed); --device auto|cpu|cuda
+                            --prompts SET (mixed)
+  --device auto|cpu|cuda    where weights are encoded, to the same bytes, and checked
   --workers N, --json       threads (all cores); one line of JSON last, nothing else on stdout
 
 example: lean-laguna convert quantize nano nano-nvfp4 --scheme nvfp4 --check
@@ -77,14 +78,20 @@ def run(args: argparse.Namespace) -> int:
     from lean_laguna.cli.terminal import Terminal
     from lean_laguna.convert.quantize import quantize
     from lean_laguna.convert.source import open_source
+    from lean_laguna.convert.vllm_limits import vllm_limits
+    from lean_laguna.engine.loading import resolve_device
     from lean_laguna.models.catalog import resolve_model
 
     terminal = Terminal(is_json=args.json)
     source = open_source(resolve_model(args.source))
     text = _text(args, source)
+    device = resolve_device(args.device)
     workers = args.workers or torch.get_num_threads()
     report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
     schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
+    report["vllm_limits"] = vllm_limits(source, schemes)
+    for limit in report["vllm_limits"]:
+        terminal.note(limit)
     started, cpu_started = time.monotonic(), time.process_time()
     with terminal.progress() as show:
         result = quantize(
@@ -94,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
             num_workers=workers,
             is_checked=args.check,
             shares_divisors=shares_divisors,
+            device=device,
             progress=show,
         )
     report |= {"conversion_s": time.monotonic() - started, "cpu_s": time.process_time() - cpu_started}

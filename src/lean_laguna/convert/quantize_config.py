@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lean_laguna.convert.modules import class_of
 from lean_laguna.convert.quantize_plan import as_written
 from lean_laguna.convert.source import Source
 from lean_laguna.core.errors import ConfigError
@@ -35,7 +36,8 @@ def quantization_json(source: Source, added: Mapping[str, WeightScheme]) -> dict
     groups = {}
     for i, scheme in enumerate(distinct):
         if len(distinct) == 1:
-            targets = ["Linear"]
+            # vLLM's output head is no Linear to it.
+            targets = ["Linear", *(m for m in schemes if class_of(m) == "head")]
         else:
             targets = targets_of([m for m, own in schemes.items() if own == scheme], source.shapes)
         groups[f"group_{i}"] = {"targets": targets, **known.get(scheme, _group(scheme))}

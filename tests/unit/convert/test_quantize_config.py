@@ -53,6 +53,11 @@ def test_one_scheme_is_one_group_over_all_linears(source: Source) -> None:
     assert config.scheme_of("model.embed_tokens") is None
 
 
+def test_a_quantised_head_is_named_for_vllm_whose_head_is_no_linear(source: Source) -> None:
+    written = quantization_json(source, make_plan(source, group_rules("all", parse_scheme("nvfp4"))))
+    assert [group["targets"] for group in written["config_groups"].values()] == [["Linear", "lm_head"]]
+
+
 def test_several_schemes_are_groups_of_their_own(source: Source) -> None:
     rules = [
         Rule(r"re:.*layers\.2\.mlp\.experts\.5\.", parse_scheme("int8")),

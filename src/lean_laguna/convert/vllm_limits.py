@@ -1,0 +1,54 @@
+"""What vLLM cannot run of a quantised checkpoint that is otherwise sound: it joins some linears into one.
+
+Source: vLLM 0.25.1, model_executor/models/laguna.py and layers/quantization/compressed_tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from lean_laguna.convert.modules import class_of, fused_set
+from lean_laguna.convert.source import Source
+from lean_laguna.quant.scheme import WeightScheme
+
+_EXPERTS = re.compile(r"^(.*mlp\.experts)\.\d+\.")
+
+
+def vllm_limits(source: Source, schemes: Mapping[str, WeightScheme]) -> list[str]:
+    """Say what of a conversion vLLM would refuse, in sentences; empty where it would load it.
+
+    Args:
+        source: What is converted; its own quantised linears count too.
+        schemes: Of the linears that will be quantised.
+    """
+    merged = {**source.quantised, **schemes}
+    notes = []
+    for title, joined in (("q, k and v of a layer", _qkv), ("all experts of a layer", _experts)):
+        found: dict[str, set[WeightScheme | None]] = {}
+        for module in source.shapes:
+            name = joined(module)
+            if name is not None:
+                found.setdefault(name, set()).add(merged.get(module))
+        mixed = [name for name, kinds in found.items() if len(kinds) > 1]
+        if mixed:
+            notes.append(f"vLLM runs {title} as one and refuses several schemes among them, as in {mixed[0]}")
+    for module, scheme in merged.items():
+        sizes = source.shapes[module]
+        if scheme.block and class_of(module) == "experts" and any(size % 128 for size in sizes):
+            notes.append(
+                f"vLLM takes experts in blocks of 128x128 only where both sizes are multiples: {module} is "
+                f"[{sizes[0]}, {sizes[1]}]"
+            )
+            break
+    return notes
+
+
+def _qkv(module: str) -> str | None:
+    name = fused_set(module)
+    return name if name.endswith("qkv_proj") else None
+
+
+def _experts(module: str) -> str | None:
+    match = _EXPERTS.match(module)
+    return match[1] if match else None

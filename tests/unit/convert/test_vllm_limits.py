@@ -1,0 +1,43 @@
+"""Conversions that vLLM would not load are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lean_laguna.convert.quantize_plan import Rule, group_rules, make_plan, parse_scheme
+from lean_laguna.convert.source import Source, open_source
+from lean_laguna.convert.vllm_limits import vllm_limits
+from support.quantised import write_target
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return open_source(write_target(Path(tmp_path_factory.mktemp("source"))))
+
+
+@pytest.mark.parametrize("words", ["experts", "experts+attention", "all", "attention+head"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-channel", "int8"])
+def test_whole_classes_are_fine(source: Source, words: str, scheme: str) -> None:
+    assert vllm_limits(source, make_plan(source, group_rules(words, parse_scheme(scheme)))) == []
+
+
+def test_different_schemes_in_what_runs_as_one_are_named(source: Source) -> None:
+    rules = [
+        Rule(r"re:.*layers\.2\.self_attn\.q_proj$", parse_scheme("int8")),
+        Rule(r"re:.*layers\.1\.mlp\.experts\.3\.up_proj$", None),
+        *group_rules("experts+attention", parse_scheme("nvfp4")),
+    ]
+    notes = vllm_limits(source, make_plan(source, rules))
+    assert len(notes) == 2
+    assert "q, k and v" in notes[0]
+    assert "layers.2.self_attn.qkv_proj" in notes[0]
+    assert "all experts" in notes[1]
+    assert "layers.1.mlp.experts" in notes[1]
+
+
+def test_blocks_that_do_not_divide_experts_are_named(source: Source) -> None:
+    (note,) = vllm_limits(source, make_plan(source, group_rules("experts", parse_scheme("fp8-block"))))
+    assert "multiples" in note
+    assert "[32, 16]" in note
