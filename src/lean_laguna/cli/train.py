@@ -220,6 +220,7 @@ def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo:
     import torch
 
     from lean_laguna.engine.loading import resolve_device
+    from lean_laguna.train.processes import own_device
     from lean_laguna.train.stages import StageOptions
 
     torch.set_float32_matmul_precision("high")
@@ -228,7 +229,7 @@ def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo:
         data=args.data,
         out=args.out,
         work=args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work,
-        device=resolve_device(args.device or "auto"),
+        device=own_device(resolve_device(args.device or "auto")),
         started=started,
         # Documents are read for the recipe's epochs where nothing else is asked for.
         seconds=None if args.steps is not None or (args.documents and args.budget is None) else budget,

@@ -58,21 +58,26 @@ def make_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> torch.optim.Op
         raise ConfigError(f"optimizer: 'kind' is '{recipe.kind}'; accepted: adamw, muon")
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
+    heads: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            kept = ("norm", "embed", "markov")  # norms, and tables that are looked up
+            kept = ("norm", "embed")  # norms, and tables that are looked up
             is_matrix = parameter.ndim >= 2 and not any(word in name for word in kept)
-            (decayed if is_matrix else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
+            is_head = name.startswith(("markov", "confidence"))
+            (heads if is_head else decayed if is_matrix else plain).append(parameter)
+    undecayed: list[dict[str, Any]] = [
         {"params": plain, "weight_decay": 0.0},
+        {"params": heads, "weight_decay": 0.0, "lr_scale": recipe.heads_scale},
     ]
+    undecayed = [group for group in undecayed if group["params"]]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, *undecayed]
     on_gpu = any(p.is_cuda for p in module.parameters())
     betas = (recipe.betas[0], recipe.betas[1])
     if recipe.kind == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=1e-10, fused=on_gpu)
     flat = [p for p in decayed if p.ndim == 2]
-    rest = [{"params": [p for p in decayed if p.ndim != 2] + plain, "weight_decay": 0.0}]
+    rest = [{"params": [p for p in decayed if p.ndim != 2], "weight_decay": 0.0}, *undecayed]
+    rest = [group for group in rest if group["params"]]
     muon = torch.optim.Muon(
         flat, lr=recipe.lr, weight_decay=recipe.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )

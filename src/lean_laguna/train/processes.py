@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lean_laguna.core.errors import ConfigError
 from lean_laguna.train.optimizer import AnyOptimizer
 
 
@@ -60,17 +61,30 @@ class Processes:
             dist.barrier()
 
 
+def own_device(device: torch.device) -> torch.device:
+    """Return the GPU that ``torchrun`` means this process to use, made the current one; else ``device``."""
+    local = os.environ.get("LOCAL_RANK")
+    if device.type != "cuda" or local is None:
+        return device
+    count = torch.cuda.device_count()
+    if int(local) >= count:
+        raise ConfigError(f"{int(local) + 1} processes or more were started on {count} GPUs; one each is needed")
+    torch.cuda.set_device(int(local))
+    return torch.device("cuda", int(local))
+
+
 def join(device: torch.device) -> Processes:
     """Join the processes that ``torchrun`` started; alone where it did not.
 
     Args:
-        device: Of training; a GPU is chosen by ``LOCAL_RANK``.
+        device: Of training, from :func:`own_device`.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        is_gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
     return Processes(dist.get_rank(), count)
 
 

@@ -70,6 +70,7 @@ class OptimizerRecipe:
     Attributes:
         kind: ``adamw`` or ``muon``.
         muon_scale: Muon's learning rate over AdamW's.
+        heads_scale: Learning rate of DSpark's heads over that of the block.
         lr: Peak learning rate.
         betas: Moment decays.
         weight_decay: On matrices only, never on norms, embeddings or the router's bias.
@@ -82,6 +83,7 @@ class OptimizerRecipe:
 
     kind: str = "adamw"
     muon_scale: float = 10.0
+    heads_scale: float = 1.0
     lr: float = 2e-3
     betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.1
