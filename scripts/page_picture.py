@@ -1,5 +1,6 @@
-"""Takes results/page.png: the page at ``/`` after a run, in headless Chromium. The speeds that it shows are
-measured on the spot, so the machine should have nothing else to do.
+"""Takes results/page.png: the page at ``/`` after a run, in headless Chromium.
+
+The speeds that it shows are measured on the spot, so the machine should have nothing else to do.
 
 Usage: python scripts/page_picture.py [FILE]
 """
