@@ -49,3 +49,23 @@ def test_decoded_weights_keep_their_codes(scheme: WeightScheme) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="groups of 16"):
         encode(torch.ones(4, 24), NVFP4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "scheme", [s for s in SCHEMES.values() if s.strategy != "tensor"], ids=lambda s: s.name
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_makes_the_same_bytes(scheme: WeightScheme, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(256, 1024, generator=generator) * torch.logspace(-12, 2, 256)[:, None]
+    weight[7], weight[8, ::2], weight[9, 16:32] = 0.0, -0.0, 0.0
+    weight = weight.to(dtype)
+    here, there = encode(weight, scheme), encode(weight.cuda(), scheme)
+    for part, tensor in here.items():
+        found = there[part].cpu().contiguous()
+        assert torch.equal(
+            found.view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        ), part
