@@ -1,20 +1,21 @@
-"""What row invariance costs: the step's kernels with one tile for all row counts, and with the best for each.
+"""What row invariance costs: the step's kernels as they are, for all row counts, and the best for each count.
 
     PYTHONPATH=src python benchmarks/gpu_invariance.py --out FOLDER [--budget SECONDS]
 
-Free means: for each number of rows the fastest of all tiles (other K splits too, so other bits), of all
-splits of the context, and of the library's product where it has one (without the norm that ours includes).
-Weights are random, of Laguna-XS's shape. Prints a table last and writes gpu_invariance.json.
+Free means: for each number of rows the fastest of all kernels and tiles (other K splits too, so other bits),
+of all splits of the context, and of the library's product where it has one (without the norm that ours
+includes). Weights are random, of Laguna-XS's shape. Prints a table last and writes gpu_invariance.json.
 ``--tiny`` tries the script on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,86 @@ import torch
 from gpu_step import Bench, Run
 
 from lean_laguna.core.provenance import describe_run
+from lean_laguna.kernels.cuda import attention as cuda_attention
+from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.cuda.compiler import compiled
+from lean_laguna.kernels.cuda.driver import architecture, collecting
 from lean_laguna.kernels.triton import attention
 from lean_laguna.kernels.triton.experts import expert_gate_up
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile
 from lean_laguna.kernels.triton.step import rows_of
 
 ROWS = (1, 2, 4, 8, 16)
-CHUNKS = (32, 64, 128, 256)
+CHUNKS = (32, 64, 128)
+EXPERTS = ("router", "expert_gate_up", "expert_down")
+"""Classes that the CUDA C++ kernels run as one."""
+TILES = {
+    "qkv": (Tile(16, 64, 4, 4, 4), Tile(32, 64, 4, 4, 3), Tile(64, 64, 1, 4, 5), Tile(16, 128, 4, 4, 3)),
+    "out": (Tile(16, 128, 4, 4, 4), Tile(16, 64, 8, 8, 6), Tile(16, 64, 8, 8, 4), Tile(16, 128, 4, 4, 3)),
+    "router": (Tile(16, 64, 4, 4, 4), Tile(16, 64, 4, 4, 6), Tile(16, 128, 4, 4, 3)),
+    "expert_gate_up": (
+        Tile(16, 64, 4, 4, 4),
+        Tile(16, 128, 4, 4, 3),
+        Tile(32, 64, 4, 4, 4),
+        Tile(16, 64, 8, 8, 3),
+    ),
+    "expert_down": (Tile(16, 128, 4, 4, 4), Tile(16, 128, 4, 4, 3), Tile(16, 128, 8, 8, 4)),
+    "head": (Tile(64, 128, 1, 4, 3), Tile(128, 64, 1, 4, 4), Tile(64, 64, 4, 4, 3)),
+}
+CUDA = {
+    "as the engine has it": {},
+    "4 warps split K": {(products, "WARPS"): 4, (products, "THREADS"): 128},
+    "half the ring": {(products, "MAX_RING"): 8, (products, "ADD_RING"): 8, (products, "DOWN_RING"): 4},
+    "one program a multiprocessor": {(products, "PROGRAMS"): 1},
+    "64 keys a split": {(cuda_attention, "split_keys"): lambda shape: 64},
+    "128 keys a split": {(cuda_attention, "split_keys"): lambda shape: 128},
+}
+
+
+@contextlib.contextmanager
+def patched(constants: dict[Any, Any]) -> Iterator[None]:
+    """Give modules other constants for a while."""
+    kept = {key: getattr(*key) for key in constants}
+    for (module, name), value in constants.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name), value in kept.items():
+            setattr(module, name, value)
 
 
 class Invariance(Bench):
-    """Times every kernel class of a step, tile by tile, at every number of rows."""
+    """Times every kernel class of a step at every number of rows, in all ways to run it."""
+
+    rows: tuple[int, ...] = ROWS
+
+    def build(self) -> None:
+        with patched({(attention, "CHUNK"): min(CHUNKS)}):  # the most partial sums: buffers for all
+            super().build()
+        self.rows = (1, 16) if self.tiny else ROWS
+        shapes = {layer.attention.shape for layer in self.weights.layers}
+        limit = self.long + 64
+        with patched(CUDA["64 keys a split"]):
+            parts = max(MAX_ROWS * s.num_heads * cuda_attention.num_splits(s, limit) for s in shapes)
+        self.workspace = (
+            torch.zeros(parts * 128, device=self.device),
+            torch.zeros(parts * 2, device=self.device),
+        )
+        self.arrived = torch.zeros(MAX_ROWS * 128, dtype=torch.int32, device=self.device)
+        self.tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=self.device)
 
     def columns(self, rows: int) -> int:
         return 8 if rows <= 8 else 16
 
     def route(self, rows: int) -> None:
         """Leave the same near-uniform routing for every tile at this number of rows."""
+        experts, top_k = self.shape.experts, self.shape.top_k
+        expected = experts * (1 - (1 - top_k / experts) ** rows)
         draw = torch.Generator().manual_seed(rows)
-        wanted = torch.randn(MAX_ROWS, self.shape.experts, generator=draw)
+        wanted = torch.randn(MAX_ROWS, experts, generator=draw)
+        while abs(len(wanted[:rows].topk(top_k).indices.unique()) - expected) > 1:
+            wanted = torch.randn(MAX_ROWS, experts, generator=draw)
         scores = rows_of(self.scratch.scores, self.shape.experts)
         scores.copy_(wanted)
         mlp, tile = self.weights.layers[1].mlp, self.tiles.expert_gate_up
@@ -55,6 +117,8 @@ class Invariance(Bench):
             self.launch(16, False),
             top_k=self.shape.top_k,
         )
+
+    # --- ways to run a class
 
     def library(self, name: str) -> Callable[[int], Run] | None:
         """Return the library's product over all layers' weights of a class, by number of rows."""
@@ -79,30 +143,12 @@ class Invariance(Bench):
 
         return make
 
-    def attentions(self) -> Iterator[tuple[str, Callable[[Launch], Run]]]:
-        """Attention of all layers with chunks of so many keys."""
-
-        def make(chunk: int) -> Callable[[Launch], Run]:
-            def bound(launch: Launch) -> Run:
-                def run() -> None:
-                    kept, attention.CHUNK = attention.CHUNK, chunk
-                    try:
-                        self.attend_all(launch)
-                    finally:
-                        attention.CHUNK = kept
-
-                return run
-
-            return bound
-
-        for chunk in CHUNKS[1:2] if self.tiny else CHUNKS:
-            yield f"chunks of {chunk}", make(chunk)
-
-    def attend_all(self, launch: Launch) -> None:
+    def attend_all(self, launch: Launch, *, is_cuda: bool) -> None:
         sc = self.scratch
         for i, layer in enumerate(self.weights.layers):
             a = layer.attention
-            attention.attend(
+            own = (self.workspace, self.arrived) if is_cuda else (sc.partial,)
+            (cuda_attention.attend if is_cuda else attention.attend)(
                 rows_of(sc.qkv, a.shape.width),
                 rows_of(sc.heads, a.shape.num_heads * a.shape.head_dim),
                 (a.q_norm, a.k_norm),
@@ -110,57 +156,118 @@ class Invariance(Bench):
                 self.caches.layers[i],
                 self.caches.tables[i],
                 self.inputs.rows,
-                sc.partial,
+                *own,
                 a.shape,
                 launch,
                 eps=1e-6,
             )
 
-    def cases(self) -> Iterator[tuple[str, str, bool, Callable[[int], Run]]]:
-        """Class, what is tried, whether it is what the engine uses, and its run at a number of rows."""
-        for name, (make, _, tiles) in self.classes().items():
-            own = getattr(self.tiles, name)
-            plain = {(dataclasses.replace(t, prefetch=0.0), o.get("programs", 0)) for t, o in tiles}
-            plain = {(dataclasses.replace(own, prefetch=0.0), 0)} if self.tiny else plain
-            for tile, programs in sorted(plain, key=str):
-                is_own = tile == dataclasses.replace(own, prefetch=0.0) and programs in (0, 528)
+    def cuda_runs(self) -> dict[str, Callable[[Launch], None]]:
+        """Return each class's CUDA C++ kernels over all layers."""
+        sc, n, layers = self.scratch, self.inputs.rows.num_rows, self.weights.layers
+        hidden = torch.zeros_like(sc.hidden).normal_()
 
-                def at(rows: int, make: Any = make, tile: Any = tile, programs: int = programs) -> Run:
-                    run: Run = make(tile, self.launch(self.columns(rows), False, programs))
+        def qkv(launch: Launch) -> None:
+            for i in self.layers(False, True):
+                a = layers[i].attention
+                out = rows_of(sc.qkv, a.shape.width)
+                products.project(sc.hidden, a.input_norm, a.qkv, out, n, 1e-6, launch)
+
+        def out(launch: Launch) -> None:
+            for i in self.layers(False, True):
+                a = layers[i].attention
+                products.project_add(rows_of(sc.heads, a.out.shape[1]), a.out, hidden, n, launch)
+
+        def experts(launch: Launch) -> None:
+            for i in self.layers(True):
+                m = layers[i].mlp
+                scores, act = rows_of(sc.scores, self.shape.experts), rows_of(sc.act, self.shape.shared)
+                products.run_experts(
+                    m, sc.hidden, scores, sc.normed, act, sc.routing, self.tables, n, 1e-6, launch
+                )
+
+        return {
+            "qkv": qkv,
+            "out": out,
+            "experts": experts,
+            "attention": lambda launch: self.attend_all(launch, is_cuda=True),
+        }
+
+    def cases(self) -> Iterator[tuple[str, str, Callable[[int], Run]]]:
+        """Return class, what is tried, and its run at a number of rows."""
+        classes = self.classes()
+        for name, tiles in TILES.items():
+            for tile in (getattr(self.tiles, name),) if self.tiny else tiles:
+
+                def at(rows: int, name: str = name, tile: Tile = tile) -> Run:
+                    run: Run = classes[name][0](tile, self.launch(self.columns(rows), False))
                     return run
 
                 shape = f"{tile.block_n}x{tile.block_k} split {tile.split} warps {tile.warps} {tile.stages}"
-                yield name, f"{shape} programs {programs}", is_own, at
+                yield name, f"Triton {shape}", at
             library = self.library(name)
             if library is not None:
-                yield name, "library", False, library
-        for label, bound in self.attentions():
-            for programs in (264,) if self.tiny else (132, 264, 528):
+                yield name, "library", library
+        for chunk in CHUNKS[1:2] if self.tiny else CHUNKS:
 
-                def at_rows(rows: int, bound: Any = bound, programs: int = programs) -> Run:
-                    run: Run = bound(self.launch(self.columns(rows), False, attention=programs))
+            def attend(rows: int, chunk: int = chunk) -> Run:
+                def run() -> None:
+                    with patched({(attention, "CHUNK"): chunk}):
+                        self.attend_all(self.launch(self.columns(rows), False), is_cuda=False)
+
+                return run
+
+            yield "attention", f"Triton chunks of {chunk}", attend
+        if not self.tiny:
+            yield from self.cuda_cases()
+
+    def cuda_cases(self) -> Iterator[tuple[str, str, Callable[[int], Run]]]:
+        for name, launch_all in self.cuda_runs().items():
+            for label, constants in CUDA.items():
+                modules = {module for module, _ in constants}
+                if modules and ((name == "attention") != (cuda_attention in modules)):
+                    continue
+
+                def at(rows: int, launch_all: Any = launch_all, constants: Any = constants) -> Run:
+                    def run() -> None:
+                        with patched(constants):
+                            launch_all(Launch(self.columns(rows), pdl=True))
+
                     return run
 
-                is_own = label == f"chunks of {attention.CHUNK}" and programs == 264
-                yield "attention", f"{label} programs {programs}", is_own, at_rows
+                yield name, f"CUDA {label}", at
+
+    # --- times
+
+    def compile_all(self, cases: list[tuple[str, str, Callable[[int], Run]]]) -> None:
+        """Compile the Triton kernels and the CUDA C++ ones, side by side."""
+        with collecting() as sources:
+            self.compile([at(rows) for _, what, at in cases for rows in (1, 16) if what != "library"])
+        if not sources:
+            return
+        arch = architecture(torch.cuda.current_device())
+        with ThreadPoolExecutor(16) as pool:
+            for future in [pool.submit(compiled, source, arch) for source in dict.fromkeys(sources)]:
+                with contextlib.suppress(Exception):  # said again where it is launched
+                    future.result()
 
     def times(self) -> dict[str, Any]:
         """Return microseconds a step of every class and case, by number of rows."""
         cases = list(self.cases())
         self.place([1], [self.context])
-        self.compile([at(rows) for _, what, _, at in cases for rows in (1, 16) if what != "library"])
+        self.compile_all(cases)
         found: dict[str, dict[str, Any]] = {}
-        for name, what, is_own, at in cases:
-            entry: dict[str, Any] = {"is_own": is_own}
+        for name, what, at in cases:
+            entry: dict[str, Any] = {}
             found.setdefault(name, {})[what] = entry
-            if self.left() < 5:
+            if self.left() < 4:
                 entry["error"] = "skipped: out of time"
                 continue
             try:
                 replays: dict[int, Run] = {}
-                for rows in (1, 16) if self.tiny else ROWS:
+                for rows in self.rows:
                     self.place([rows], [self.context])
-                    if name.startswith("expert"):
+                    if name in EXPERTS:
                         self.route(rows)
                     key = rows if what == "library" else self.columns(rows)
                     if key not in replays:
@@ -171,48 +278,64 @@ class Invariance(Bench):
         return found
 
     def cost(self) -> dict[str, Any]:
-        """Return by rows: the engine's kernels, the best single tile of each class, and the best of all."""
-        classes = self.found["times"]
+        """Return by rows and class: the engine's kernel, the best single one, and the best of all."""
+        return {str(rows): self.cost_at(str(rows)) for rows in self.rows}
+
+    def cost_at(self, rows: str) -> dict[str, Any]:
+        classes = {name: self.timed(cases) for name, cases in self.found["times"].items()}
         # Sliding layers are timed for these, 30 of 40; full ones, 10, have 3/4 of their heads.
         scale = {"qkv": 1 + 10 / 30 * 0.77, "out": 1 + 10 / 30 * 0.75}
-        total: dict[str, Any] = {}
-        for rows in (1, 16) if self.tiny else ROWS:
-            row = {"engine": 0.0, "one tile": 0.0, "free": 0.0}
-            per_class = {}
-            for name, cases in classes.items():
-                timed = {k: v for k, v in cases.items() if str(rows) in v and "error" not in v}
-                exact = {k: v for k, v in timed.items() if k != "library"}
-                own = next((v for v in exact.values() if v["is_own"]), None)
-                if own is None:
-                    continue
-                single = min(exact.values(), key=self.average)
-                free = min(timed, key=lambda k: timed[k][str(rows)])
-                parts = [own[str(rows)], single[str(rows)], timed[free][str(rows)]]
-                parts = [round(part * scale.get(name, 1.0), 1) for part in parts]
-                per_class[name] = [*parts, free]
-                for key, part in zip(row, parts, strict=True):
-                    row[key] += part
-            total[str(rows)] = {key: round(us, 1) for key, us in row.items()} | {
-                "cost, one tile %": round(100 * (row["one tile"] / max(1e-9, row["free"]) - 1), 2),
-                "cost, engine %": round(100 * (row["engine"] / max(1e-9, row["free"]) - 1), 2),
-                "classes": per_class,
-            }
-        return total
+        table = {}
+        for name, cases in classes.items():
+            if name not in (*EXPERTS, "experts"):
+                table[name] = self.choice(cases, rows, scale.get(name, 1.0))
+        parts = [self.choice(classes.get(name, {}), rows) for name in EXPERTS]
+        whole = self.choice(classes.get("experts", {}), rows)
+        if all(parts):
+            apart = [sum(part[i] for part in parts) for i in range(3)]
+            best = " + ".join(part[3] for part in parts)
+            table["experts"] = [*apart, best]
+            if whole:
+                one = whole if whole[1] <= apart[1] else [whole[0], apart[1]]
+                table["experts"] = [
+                    whole[0],
+                    one[1],
+                    min(whole[2], apart[2]),
+                    whole[3] if whole[2] <= apart[2] else best,
+                ]
+        total = [sum(row[i] for row in table.values() if row) for i in range(3)]
+        keys = ("engine", "one for all", "free")
+        return {key: round(us, 1) for key, us in zip(keys, total, strict=True)} | {
+            "cost of one for all %": round(100 * (total[1] / max(1e-9, total[2]) - 1), 2),
+            "cost of the engine's %": round(100 * (total[0] / max(1e-9, total[2]) - 1), 2),
+            "classes": table,
+        }
 
-    @staticmethod
-    def average(entry: dict[str, Any]) -> float:
-        """Return how slow a tile is over all row counts: what a single choice has to balance."""
-        times = [us for key, us in entry.items() if key.isdigit()]
-        return sum(times) / len(times)
+    def timed(self, cases: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in cases.items() if "error" not in v and all(str(r) in v for r in self.rows)}
+
+    def choice(self, cases: dict[str, Any], rows: str, scale: float = 1.0) -> list[Any]:
+        """Return the engine's time, that of the best kernel for all counts, the best here, and which."""
+        exact = {k: v for k, v in cases.items() if k != "library"}
+        if not exact:
+            return []
+        own = next((k for k in exact if k == "CUDA as the engine has it"), next(iter(exact)))
+        single = min(exact, key=lambda k: sum(exact[k][str(r)] for r in self.rows))
+        free = min(cases, key=lambda k: cases[k][rows])
+        times = [exact[own][rows], exact[single][rows], cases[free][rows]]
+        return [*(round(us * scale, 1) for us in times), free]
 
     def show(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.found["seconds"] = round(time.monotonic() - self.begin, 1)
         (out / "gpu_invariance.json").write_text(json.dumps(self.found, indent=1, default=str))
+        for name, cases in (self.found.get("times") or {}).items():
+            for what, entry in cases.items():
+                print(f"{name:15} {what:42} {entry}")
         for rows, row in (self.found.get("cost") or {}).items():
             print(f"M={rows}: " + ", ".join(f"{k} {v}" for k, v in row.items() if k != "classes"))
-            for name, (own, single, free, what) in row["classes"].items():
-                print(f"    {name:15} engine {own:8} one tile {single:8} free {free:8} us ({what})")
+            for name, parts in row["classes"].items():
+                print(f"    {name:15} {parts}")
         print(f"errors: {self.found['errors']}; {self.found['seconds']} s in all")
 
 
@@ -225,9 +348,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Invariance(args)
     bench.found |= describe_run(None) | {"synthetic": True, "context": bench.context}
-    kept, attention.CHUNK = attention.CHUNK, min(CHUNKS)  # the most partial sums: buffers for all
     bench.phase("build", bench.build)
-    attention.CHUNK = kept
     bench.phase("times", bench.times)
     bench.phase("cost", bench.cost, 0)
     bench.show(args.out)

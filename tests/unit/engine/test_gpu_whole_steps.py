@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
+from lean_laguna.engine import gpu_whole_steps
 from lean_laguna.engine.gpu_state import MAX_ROWS
 from lean_laguna.engine.gpu_whole_steps import Pass, WholeSteps
 from lean_laguna.kernels.triton.attention import AttentionShape
@@ -15,6 +16,11 @@ from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import AttentionWeights, DenseWeights, LayerWeights
 
 D, P, V = 512, 128, 8
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch):
+    monkeypatch.setattr(gpu_whole_steps, "IS_FASTER", True)
 
 
 def bf16(*size):
@@ -70,6 +76,11 @@ def test_only_what_fits_is_launched():
     assert found.names == {"target"}
     assert found.launch("drafter", 8) is None
     assert found.launch("target", 8) is not None
+
+
+def test_nothing_is_launched_where_it_is_not_faster(monkeypatch):
+    monkeypatch.setattr(gpu_whole_steps, "IS_FASTER", False)
+    assert steps(target=make_pass(layer())).names == frozenset()
 
 
 def test_nothing_fits_and_nothing_is_set_aside():
