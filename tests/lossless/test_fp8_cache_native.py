@@ -1,4 +1,4 @@
-"""On a GPU, with keys and values in FP8: drafts, neighbours and cached prompts change no token, no bit of logits.
+"""On a GPU, keys and values in FP8: drafts, neighbours and cached prompts change no token and no logit bit.
 
 python -m pytest -m gpu tests/lossless/test_fp8_cache_native.py
 """
