@@ -14,7 +14,7 @@ from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import LayerWeights
 
 IS_FASTER = False
-"""Whether these launches take a step's place where they fit: where they measure faster than kernel by kernel."""
+"""Whether these launches replace kernel after kernel where they fit: only if they measure faster."""
 
 
 @dataclass(frozen=True)
