@@ -23,23 +23,27 @@ Table = Sequence[Sequence[float]]
 
 
 class RowCosts:
-    """Seconds of a step by its rows."""
+    """Seconds of a step by its rows.
+
+    Attributes:
+        table: [2, MAX_ROWS + 1] as measured at start, in narrow products and in wide ones.
+    """
 
     def __init__(self, verify_s: Table | None = None):
         """Start from a table; without one all steps count the same."""
-        self._table = np.ones((2, MAX_ROWS + 1)) if verify_s is None else np.array(verify_s)
+        self.table = np.ones((2, MAX_ROWS + 1)) if verify_s is None else np.array(verify_s)
         self._is_known = verify_s is not None
         self._longer: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, num_rows: int, verify_s: float, *, is_wide: bool) -> None:
         """Take the time of one step."""
         if self._is_known:
-            self._longer.append(verify_s - self._table[int(is_wide), num_rows])
+            self._longer.append(verify_s - self.table[int(is_wide), num_rows])
 
     def prices(self, tokens_per_s: float) -> NDArray[np.float32]:
         """Return the tokens that a step's time is worth, [2, MAX_ROWS + 1]."""
         longer = sorted(self._longer)[len(self._longer) // 2] if self._longer else 0.0
-        return ((self._table + max(0.0, longer)) * tokens_per_s).astype(np.float32)
+        return ((self.table + max(0.0, longer)) * tokens_per_s).astype(np.float32)
 
 
 class Prices:

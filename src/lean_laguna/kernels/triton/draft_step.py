@@ -104,7 +104,7 @@ class DraftStep:
         """Fill every row of ``inputs.input_ids`` but each request's first with a draft token."""
         weights, inputs, scratch, launch = self.weights, self._block(), self.scratch, self.launch
         rows = inputs.rows
-        if self.whole is not None:
+        if self.whole is not None and inputs is self.inputs:
             self.whole()
         else:
             embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)

@@ -1,0 +1,320 @@
+"""What scheduling by confidence brings on a GPU: DSpark scheduled, at fixed lengths, DFlash, and no drafts.
+
+    PYTHONPATH=src python benchmarks/gpu_dspark_serving.py --out FOLDER [--parts walk,nano,xs] [--budget S]
+
+``walk``: the walk's kernels against plain PyTorch, in Laguna-XS's shape, and what a draft takes.
+``nano``: real weights, whose steps cost much the same at any length on a large GPU. ``xs``: random weights in
+Laguna-XS's shape, whose steps do not; drafts stand at rates that differ from step to step, as the chances
+that ``nano-dspark`` gave did, and the drafter knows them. Modes take turns; mismatches are against no drafts.
+Writes gpu_dspark_serving.json. ``--tiny`` tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import traceback
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from lean_laguna.core.provenance import describe_run
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm import LLM
+from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.rows import Rows
+from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
+from lean_laguna.kernels.triton.weights import SparkWeights
+from lean_laguna.spec.confidence import calibration_error
+from lean_laguna.spec.noise import gumbel_noise
+from lean_laguna.spec.synthetic import SyntheticAcceptance
+
+NUM_SETS, LENGTH = 8, 7
+DEFAULT_SETS = tuple(
+    tuple(p ** (k + 1) for k in range(LENGTH)) for p in (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+)
+
+
+class Watch:
+    """Chances of each block of seven drafts, and how many were accepted."""
+
+    def __init__(self, engine: Any):
+        self.blocks: list[tuple[tuple[float, ...], int]] = []
+        self._accepted: list[int] = []
+        observe, note = engine._draft_lengths.observe, engine._schedule.note
+
+        def noted(num_sent: Any, chances: Any) -> None:
+            self._chances = chances
+            note(num_sent, chances)
+
+        def observed(sequences: Any, accepted: Any, **rest: Any) -> None:
+            for own, (num, count) in zip(self._chances, accepted, strict=True):
+                if own is not None and num == len(own) == LENGTH:
+                    self.blocks.append((tuple(accumulate(own, mul)), count))
+            observe(sequences, accepted, **rest)
+
+        engine._schedule.note, engine._draft_lengths.observe = noted, observed
+
+    def sets(self) -> tuple[tuple[float, ...], ...]:
+        """Return eight equal parts of the blocks, from the least to the most promising, as mean chances."""
+        blocks = sorted((own for own, _ in self.blocks), key=sum)
+        if len(blocks) < 4 * NUM_SETS:
+            return DEFAULT_SETS
+        parts = [
+            blocks[i * len(blocks) // NUM_SETS : (i + 1) * len(blocks) // NUM_SETS] for i in range(NUM_SETS)
+        ]
+        return tuple(tuple(round(mean(own[k] for own in part), 4) for k in range(LENGTH)) for part in parts)
+
+    def errors(self) -> list[float]:
+        """Return the calibration error of each position's survival."""
+        if not self.blocks:
+            return []
+        chances = torch.tensor([own for own, _ in self.blocks])
+        accepted = torch.tensor([count for _, count in self.blocks])
+        return [round(calibration_error(chances[:, k], accepted > k), 4) for k in range(LENGTH)]
+
+
+class Bench:
+    """What has been found, and the clock."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.begin = args, time.monotonic()
+        self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
+        self.sets = {0.0: DEFAULT_SETS, 0.8: DEFAULT_SETS}
+
+    def left(self) -> float:
+        return float(self.args.budget) - (time.monotonic() - self.begin)
+
+    def part(self, name: str) -> None:
+        start = time.monotonic()
+        try:
+            getattr(self, name)(self.found.setdefault(name, {}))
+        except Exception:
+            self.found["errors"][name] = traceback.format_exc()
+            print(f"FAILED {name}\n{traceback.format_exc()[-2500:]}", flush=True)
+        print(f"-- {name}: {time.monotonic() - start:.1f} s, {self.left():.0f} s left", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        (self.args.out / "gpu_dspark_serving.json").write_text(json.dumps(self.found, indent=1, default=str))
+
+    def engine(self, model: str, drafter: str, **options: Any) -> Any:
+        start = time.monotonic()
+        options = {
+            "max_num_seqs": 16,
+            "kernels": self.args.kernels,
+            "enable_prefix_caching": False,
+            **options,
+        }
+        speculative = {"model": drafter, **options.pop("speculative", {})}
+        engine: Any = LLM(model, speculative_config=speculative, **options).engine
+        print(f"   {drafter}: ready after {time.monotonic() - start:.1f} s", flush=True)
+        return engine
+
+    def run(self, engine: Any, k: int | None, prompts: list[list[int]], temperature: float, new: int) -> Any:
+        """Decode all prompts at once: tokens a second once each has a token, and what they say."""
+        states = [
+            engine.add_request(
+                ids,
+                SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, seed=i),
+                num_speculative_tokens=k,
+            )
+            for i, ids in enumerate(prompts)
+        ]
+        said = [state.sequences[0].completion for state in states]
+        while min(len(own.token_ids) for own in said) < 1:
+            engine.step()
+        before, start = sum(len(own.token_ids) for own in said), time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        seconds = time.perf_counter() - start
+        rate = (sum(len(own.token_ids) for own in said) - before) / max(1e-9, seconds)
+        counts = [state.snapshot().outputs[0].speculation for state in states]
+        return rate, [own.token_ids for own in said], counts
+
+    def compare(
+        self, modes: dict[str, tuple[Any, int | None]], prompts: list[list[int]], temperature: float, new: int
+    ) -> dict[str, Any]:
+        """Let the modes take turns."""
+        rates: dict[str, list[float]] = {name: [] for name in modes}
+        counts: dict[str, list[Any]] = {name: [] for name in modes}
+        mismatches = dict.fromkeys(modes, 0)
+        for engine, k in modes.values():
+            for _ in range(2 if k is None else 1):
+                self.run(engine, k, prompts, temperature, new)
+        for i in range(self.args.repeats):
+            said = {}
+            for name in list(modes)[:: 1 if i % 2 else -1]:
+                rate, said[name], own = self.run(*modes[name], prompts, temperature, new)
+                rates[name].append(rate)
+                counts[name] += own
+            for name, tokens in said.items():
+                mismatches[name] += sum(a != b for a, b in zip(tokens, said["off"], strict=True))
+        found: dict[str, Any] = {}
+        for name in modes:
+            steps = sum(own.num_steps for own in counts[name] if own)
+            drafts = sum(own.num_draft_tokens for own in counts[name] if own)
+            accepted = sum(own.num_accepted_tokens for own in counts[name] if own)
+            found[name] = {
+                "tok_per_s": round(median(rates[name]), 1),
+                "all": [round(rate, 1) for rate in rates[name]],
+                "mean_acceptance_length": round(1 + accepted / max(1, steps), 3),
+                "drafts_a_step": round(drafts / max(1, steps), 2),
+                "cut": sum(own.num_cut_draft_tokens for own in counts[name] if own),
+                "mismatches": mismatches[name],
+            }
+            print(f"   {temperature} x{len(prompts)} {name}: {found[name]}", flush=True)
+        return found
+
+    def walk(self, result: dict[str, Any]) -> None:
+        """Seven drafts of two requests, greedy and sampled: equal to PyTorch's, and microseconds a draft."""
+        vocab, rank, width = (500, 16, 32) if self.args.tiny else (100352, 256, 2048)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        rows = Rows(*(torch.zeros(16, dtype=torch.int32, device=device) for _ in range(6)))
+        rows.num_rows[0], rows.num_requests[0] = 16, 2
+        rows.row_start[1], rows.row_count[:2] = 8, 8
+        rows.row_request[8:] = 1
+        rows.positions[:] = torch.arange(100, 116)
+        ones = torch.ones(2, 16, device=device)
+        draw = partial(torch.randn, device=device)
+        weights = SparkWeights(
+            draw(vocab, rank).to(dtype),
+            draw(vocab, rank).to(dtype) * rank**-0.5,
+            draw(width + rank).to(dtype) * 0.05,
+            draw(1).to(dtype),
+            ones,
+            ones - 1,
+            False,
+            LENGTH,
+        )
+        walk, hidden = Walk.allocate(vocab, device), draw(16, width).to(dtype)
+        walk.logits.normal_()
+        ids = torch.randint(vocab, (16,), dtype=torch.int32, device=device)
+        seeds = torch.full((16,), 2**40 + 7, device=device)
+        temperatures = torch.tensor([0.0] * 8 + [0.8] * 8, device=device)
+
+        def go() -> None:
+            start_walk(walk)
+            for step in range(1, LENGTH + 1):
+                walk_on(step, weights, walk, ids, seeds, temperatures, rows, Launch(16))
+            finish_walk(weights, walk, hidden, ids, rows, Launch(16))
+
+        go()
+        noise = torch.from_numpy(gumbel_noise([2**40 + 7] * 16, list(range(100, 116)), vocab)).to(device)
+        equal, off = 0, 0.0
+        for row in (row for row in range(16) if row % 8):
+            before = weights.before[int(ids[row - 1])].float()
+            scores = (walk.logits[row] + weights.bias.float() @ before).double()
+            scores = scores / 0.8 + noise[row] if row > 8 else scores
+            equal += int(scores.argmax()) == int(ids[row])
+            guess = torch.cat([hidden[row].float(), before]) @ weights.confidence.float()
+            off = max(off, abs(float(guess + weights.confidence_bias.float() - walk.guesses[row])))
+        result |= {"drafts_equal": equal, "of": 14, "confidence_off": off}
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                go()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            for _ in range(20):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            result["us_per_block_of_7"] = round(50 * start.elapsed_time(end), 1)
+        print(f"   {result}", flush=True)
+
+    def nano(self, result: dict[str, Any]) -> None:
+        """Real weights: T = 0 and 0.8; 1, 4 and 16 streams."""
+        tiny = self.args.tiny
+        options = {"max_model_len": 64 if tiny else 1024, "kv_cache_memory_bytes": None if tiny else 1 << 30}
+        spark, flash = (self.engine("nano", name, **options) for name in ("nano-dspark", "nano-dflash"))
+        result["seconds_by_rows"] = spark._prices.costs.table.tolist()
+        modes = {
+            "off": (spark, 0),
+            "dflash 7": (flash, LENGTH),
+            "dspark 7": (spark, LENGTH),
+            "dspark scheduled": (spark, None),
+        }
+        texts = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
+        for temperature in (0.0, 0.8):
+            watch = Watch(spark)
+            for streams in (1,) if tiny else (1, 4, 16):
+                if self.left() < 0.45 * self.args.budget and not tiny:
+                    break
+                ids = [spark.tokenizer.encode(texts[i % len(texts)])[: 8 + 3 * i] for i in range(streams)]
+                found = self.compare(modes, ids, temperature, 8 if tiny else 256)
+                found["draft_length"] = spark.stats().draft_length_reason
+                result[f"T={temperature} {streams} streams"] = found
+            self.sets[temperature] = watch.sets()
+            result[f"T={temperature} chances"] = {"sets": self.sets[temperature], "errors": watch.errors()}
+
+    def xs(self, result: dict[str, Any]) -> None:
+        """Random weights in a published shape, drafts accepted at nano's chances."""
+        tiny = self.args.tiny
+        result["synthetic"] = True
+        engine = self.engine(
+            self.args.shape,
+            "nano-dspark" if tiny else "dummy-dspark",
+            load_format="dummy",
+            shape=self.args.shape,
+            max_model_len=64 if tiny else 2048,
+            kv_cache_memory_bytes=None if tiny else 4 << 30,
+            speculative={
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": self.sets[0.8],
+            },
+        )
+        result["seconds_by_rows"] = engine._prices.costs.table.tolist()
+        modes = {
+            "off": (engine, 0),
+            "fixed 3": (engine, 3),
+            "fixed 7": (engine, LENGTH),
+            "scheduled": (engine, None),
+        }
+        draw = random.Random(0)
+        vocab = engine.target.config.vocab_size
+        for temperature in (0.8, 0.0):
+            thresholds = SyntheticAcceptance(self.sets[temperature]).thresholds(16)
+            engine.programs._thresholds.copy_(torch.tensor(thresholds))
+            for streams in (1,) if tiny else (1, 4):
+                if self.left() < 12 and not tiny:
+                    break
+                size = 6 if tiny else 256
+                prompts = [[draw.randrange(100, vocab - 100) for _ in range(size)] for _ in range(streams)]
+                found = self.compare(modes, prompts, 0.0, 8 if tiny else 160)
+                for mode in found.values():
+                    mode.pop("mismatches")  # synthetic output differs by what is drafted
+                found["draft_length"] = engine.stats().draft_length_reason
+                result[f"rates of T={temperature} {streams} streams"] = found
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds")
+    parser.add_argument("--parts", default="walk,nano,xs")
+    parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
+    parser.add_argument("--shape", default="laguna-xs")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.tiny:
+        args.shape, args.repeats = "nano", 1
+    bench = Bench(args)
+    for name in args.parts.split(","):
+        bench.part(name)
+
+
+if __name__ == "__main__":
+    main()
