@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -103,6 +106,47 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path: Path, monkeypatch: pyte
     whole = convert(source, tmp_path / "whole", "experts", "nvfp4", is_checked=True)
     assert all_bytes(tmp_path / "made") == all_bytes(tmp_path / "whole")
     assert dict(result.errors) == dict(whole.errors)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["made", "source", "whole"]
+
+
+KILLED_OUTRIGHT = """
+import os, signal, sys
+from lean_laguna.cli.main import main
+from lean_laguna.convert import shard_conversion
+
+class Dying(shard_conversion.ShardWriter):
+    finished = 0
+
+    def finish(self):
+        super().finish()
+        Dying.finished += 1
+        if Dying.finished == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+shard_conversion.ShardWriter = Dying
+main(sys.argv[1:])
+"""
+
+
+def test_after_a_process_is_killed_outright_the_next_goes_on(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "source")
+    words = [
+        "convert",
+        "quantize",
+        str(source),
+        str(tmp_path / "made"),
+        "--scheme",
+        "nvfp4",
+        "--workers",
+        "2",
+    ]
+    done = subprocess.run([sys.executable, "-c", KILLED_OUTRIGHT, *words], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "made").exists()
+    # The third file was whole but not yet noted.
+    assert convert(source, tmp_path / "made", "experts", "nvfp4").num_resumed_files == 2
+    convert(source, tmp_path / "whole", "experts", "nvfp4")
+    assert all_bytes(tmp_path / "made") == all_bytes(tmp_path / "whole")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["made", "source", "whole"]
 
 
