@@ -83,7 +83,10 @@ def test_the_cache_holds_codes_and_takes_half(watching):
 def test_it_says_nearly_what_a_whole_cache_says(watching):
     other = Watching()
     coded, whole = (side.run(side.prompts, 0, 0.0) for side in (watching, other))
-    same = sum(a == b for (x, _), (y, _) in zip(coded, whole, strict=True) for a, b in zip(x, y, strict=True))
-    print(f"FP8 cache: {same} of {sum(len(x) for x, _ in coded)} greedy tokens as with BF16's")
+    pairs = [(a, b) for (x, _), (y, _) in zip(coded, whole, strict=True) for a, b in zip(x, y, strict=True)]
+    same = sum(a == b for a, b in pairs)
+    print(f"FP8 cache: {same} of {len(pairs)} greedy tokens as with BF16's")
+    # Once a near-tie falls the other way, texts part.
+    assert same > len(pairs) // 8
     assert [x[0] for x, _ in coded] == [y[0] for y, _ in whole]
     assert [h for _, h in coded] != [h for _, h in whole]

@@ -12,6 +12,7 @@ from lean_laguna.convert.quantize_plan import Rule, group_rules, make_plan, pars
 from lean_laguna.convert.source import Source, open_source
 from lean_laguna.quant.config import compile_target, read_quantization
 from support.quantised import convert, write_target
+from support.vllm_matching import group_of, its_module
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +84,29 @@ def test_what_a_source_says_of_its_quantised_linears_stays(source: Source, tmp_p
         **first.quantised,
         **plan,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        ("experts", {}),
+        ("experts+attention", {}),
+        ("all", {}),
+        ("head", {}),
+        ("gates+dense", {}),
+        ("experts", {"attention": "fp8-channel", "dense": "int8", "head": "int8"}),
+        ("experts", {r"re:.*layers\.2\.mlp\.experts\.": "int8", r"re:.*layers\.3\.": "keep"}),
+    ],
+)
+def test_vllm_finds_for_each_of_its_modules_what_was_meant(
+    source: Source, words: str, rules: dict[str, str]
+) -> None:
+    chosen = [Rule(p, None if s == "keep" else parse_scheme(s)) for p, s in rules.items()]
+    plan = make_plan(source, [*chosen, *group_rules(words, parse_scheme("nvfp4"))])
+    written = quantization_json(source, plan)
+    for module in [*source.shapes, "model.embed_tokens"]:
+        group = group_of(written, *its_module(module))
+        meant = plan.get(module)
+        assert (group is None) == (meant is None), module
+        if group is not None and meant is not None:
+            assert written["config_groups"][group]["weights"] == meant.weights_json(), module
