@@ -1,8 +1,8 @@
-"""Arms of nano DSpark and a DFlash control on the same text for the same steps, each from the shipped nano DFlash.
+"""Arms of nano DSpark and a DFlash control: the same text, the same steps, each from the shipped nano DFlash.
 
-Several of these may run side by side, one a GPU: the one with --write-text writes the text and, after its first arm,
-how many steps that took; the others wait for both.
-Example: python benchmarks/gpu_drafter_pair.py --arms fast-heads --write-text --seconds 80 --share S --out "$OUT"
+Several of these may run side by side, one a GPU: the one with --write-text writes the text, the others wait
+for it; without --steps or --seconds a process takes the steps that another's first arm took.
+Example: python benchmarks/gpu_drafter_pair.py --arms fast-heads --write-text --steps 600 --share S --out O
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lean_laguna.core.files import atomic_write_json
@@ -24,7 +25,7 @@ from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter, save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
-from lean_laguna.train.calibration import calibrate
+from lean_laguna.train.calibration import calibrate, visited_blocks
 from lean_laguna.train.dataset import load_meta, load_tokens
 from lean_laguna.train.drafter import train_drafter
 from lean_laguna.train.drafter_eval import evaluate_further, evaluate_kinds
@@ -39,7 +40,7 @@ KEPT = ("config.json", "model.safetensors", "train_log.jsonl")
 
 
 def arms() -> dict[str, DrafterRecipe]:
-    """Return the recipes; the control reads what the first arm reads, with DFlash's own loss, or with DSpark's."""
+    """Return the recipes; the control has DFlash's own loss, or DSpark's."""
     fast = load_recipe(DrafterRecipe, find_recipe("nano/dspark"))
     model = fast.model | {"dflash_config": fast.model["dflash_config"] | {"sample_from_anchor": True}}
     dflash = load_recipe(DrafterRecipe, find_recipe("nano/dflash"))
@@ -63,20 +64,22 @@ def wait_for(path: Path, seconds: float) -> None:
 
 
 def train_arm(name, recipe, limit, common, held_out, out) -> dict[str, object]:
-    """Train, calibrate, store, and measure what was stored."""
+    """Train, store, and measure what was stored."""
     folder, target = out / name, common["target"]
-    few = {kind: replace(t, tokens=t.tokens[:4], prefix_lengths=t.prefix_lengths[:4]) for kind, t in held_out.items()}
+    few = {
+        kind: replace(t, tokens=t.tokens[:4], prefix_lengths=t.prefix_lengths[:4])
+        for kind, t in held_out.items()
+    }
     with tempfile.TemporaryDirectory() as work:
-        drafter, _ = train_drafter(
-            replace(recipe, val_every_s=1e9, save_every_s=1e9), **common, held_out=few, work=Path(work), out=folder,
-            **limit, echo=lambda kind, values: None, where=name,
+        train_drafter(
+            replace(recipe, val_every_s=1e9, save_every_s=1e9), **common, held_out=few, work=Path(work),
+            out=folder, **limit, echo=lambda kind, values: None, where=name,
         )  # fmt: skip
     lines = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-    found: dict[str, object] = {name: lines[-1][name] for name in ("step", "elapsed_s")} | {"recipe": asdict(recipe)}
+    found: dict[str, object] = {name: lines[-1][name] for name in ("step", "elapsed_s")} | {
+        "recipe": asdict(recipe)
+    }
     found["compile"] = [line["what"] for line in lines if line["event"] == "compile"]
-    if isinstance(drafter, DSparkDrafter):
-        found |= calibrate(drafter, target, held_out)
-        save_drafter(drafter, folder, dtype=torch.bfloat16, provenance=common["provenance"])
     stored = load_drafter(folder, target.config, device=target.lm_head.weight.device)
     found |= evaluate_kinds(stored, target, held_out, recipe.num_eval_draft_tokens)
     found |= evaluate_further(stored, target, held_out, recipe.num_eval_draft_tokens)
@@ -84,6 +87,23 @@ def train_arm(name, recipe, limit, common, held_out, out) -> dict[str, object]:
         if file.name not in KEPT:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
     return found
+
+
+def calibrate_arm(name, common, text, out) -> dict[str, object]:
+    """Fit the confidences on half of further held-out text; the other half says how well. Keeps blocks."""
+    target = common["target"]
+    stored = load_drafter(out / name, target.config, device=target.lm_head.weight.device)
+    if not isinstance(stored, DSparkDrafter):
+        return {}
+    figures: dict[str, object] = calibrate(stored, target, text)
+    save_drafter(stored, out / name, dtype=torch.bfloat16, provenance=common["provenance"])
+    for kind, sample in text.items():
+        logits, accepted, owners = visited_blocks(stored, target, sample)
+        np.savez_compressed(
+            out / f"{name}_{kind}_blocks.npz", logits=logits.half(), accepted=accepted, owners=owners
+        )
+        figures[f"{kind}_blocks"] = len(accepted)
+    return figures | {"heads": asdict(stored.heads)}
 
 
 def main() -> None:
@@ -95,7 +115,9 @@ def main() -> None:
     parser.add_argument("--write-text", action="store_true")
     parser.add_argument("--text-seconds", type=float, default=28.0)
     parser.add_argument("--seconds", type=float, help="of the first arm's training")
-    parser.add_argument("--steps", type=int, help="of each arm; without either, another's steps are waited for")
+    parser.add_argument(
+        "--steps", type=int, help="of each arm; without either, another's steps are waited for"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--small", action="store_true", help="little text, small batches: a smoke test")
     args = parser.parse_args()
@@ -107,14 +129,20 @@ def main() -> None:
     target = load_laguna(resolve_model("nano"), dtype=torch.float32, device=device).requires_grad_(False)
     recipes = arms()
     if args.small:
-        selfgen = replace(recipes["fast-heads"].selfgen, num_sequences=8, length=96, batch=8, eval_sequences=4)
+        selfgen = replace(
+            recipes["fast-heads"].selfgen, num_sequences=8, length=96, batch=8, eval_sequences=4
+        )
         small = {"selfgen": selfgen, "batch_rows": 2, "anchors": 4, "long_every": 2}
         recipes = {name: replace(recipe, **small) for name, recipe in recipes.items()}
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
 
-    selfgen, text_path, steps_path = recipes["fast-heads"].selfgen, args.share / "text.pt", args.share / "steps.json"
+    selfgen, text_path, steps_path = (
+        recipes["fast-heads"].selfgen,
+        args.share / "text.pt",
+        args.share / "steps.json",
+    )
     if args.write_text:
         stream, deadline = load_tokens(args.data, "train"), time.monotonic() + args.text_seconds
         save_generated(generate_text(target, stream, selfgen, deadline=deadline, report=say), text_path)
@@ -123,8 +151,9 @@ def main() -> None:
     held_out = held_out_text(target, args.data, selfgen)
     say("held-out text written")
     provenance = {
-        "target_sha256": checkpoint_hash(resolve_model("nano")), "data_sha256": load_meta(args.data)["sha256"]["train"]
-    }  # fmt: skip
+        "target_sha256": checkpoint_hash(resolve_model("nano")),
+        "data_sha256": load_meta(args.data)["sha256"]["train"],
+    }
     common = {"target": target, "text": text, "provenance": provenance}
     shipped = load_drafter(resolve_model("nano-dflash"), target.config, device=device)
     start = evaluate_kinds(shipped, target, held_out, 7)
@@ -138,13 +167,26 @@ def main() -> None:
         if "seconds" in limit:
             limit = {"steps": found["step"]}
             atomic_write_json(steps_path, limit)
-        result = {"run": describe_run(), "provenance": provenance, "sequences": len(text.tokens), "start": start}
+        result = {
+            "run": describe_run(),
+            "provenance": provenance,
+            "sequences": len(text.tokens),
+            "start": start,
+        }
+        atomic_write_json(args.out / f"{name}.json", result | {"arm": found})
+        say(f"{name}: {short(found)}")
+        if name.startswith(("dflash",)):
+            continue
+        further = replace(selfgen, seed=selfgen.seed + 1000, eval_sequences=2 * selfgen.eval_sequences)
+        found |= calibrate_arm(name, common, held_out_text(target, args.data, further), args.out)
         atomic_write_json(args.out / f"{name}.json", result | {"arm": found})
         say(f"{name}: {short(found)}")
 
 
 def short(found) -> str:
-    names = [n for n in found if n.endswith(("tau_chain", "_acc_1", "_ece_after")) or n in ("step", "elapsed_s")]
+    names = [
+        n for n in found if n.endswith(("tau_chain", "_acc_1", "_ece_after")) or n in ("step", "elapsed_s")
+    ]
     return ", ".join(f"{name} {found[name]:.3f}" for name in names if "cond" not in name)
 
 

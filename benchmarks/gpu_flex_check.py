@@ -1,8 +1,8 @@
 """FlexAttention of blocks, compiled on this device, against a mask made by hand; its leaks, its time.
 
-The mask by hand is filled in by the rule's own words, entry by entry, and attended with in float64. Then laguna-nano's
-drafter is run: what a block gives may not change with tokens or target states at or after its anchor. Last, a
-whole pass of loss and gradients at the nano recipe's size is timed for each way to attend.
+The mask by hand is filled in by the rule's own words, entry by entry, and attended with in float64. Then
+laguna-nano's drafter is run: what a block gives may not change with tokens or target states at or after its
+anchor. Last, a whole pass of loss and gradients at the nano recipe's size is timed for each way to attend.
 Example: python benchmarks/gpu_flex_check.py --out "$OUT"
 """
 
@@ -44,7 +44,9 @@ def rule_by_hand(anchors, slots, length, window, causal, documents) -> Tensor:
             seen[b, j * slots + k, i] = inside and bool(documents[b, i] == documents[b, a])
         for t in range(slots):
             ordered = t <= k or not causal
-            seen[b, j * slots + k, length + j * slots + t] = ordered and (window is None or abs(t - k) < window)
+            seen[b, j * slots + k, length + j * slots + t] = ordered and (
+                window is None or abs(t - k) < window
+            )
     return seen
 
 
@@ -54,7 +56,11 @@ def compare(device, window, causal, slots, kind) -> dict[str, object]:
     places = torch.rand(BATCH, LENGTH - slots, generator=generator).topk(ANCHORS, 1).indices
     anchors = places.sort(1).values
     documents = (torch.arange(LENGTH) >= torch.tensor([[LENGTH], [LENGTH // 2]])).long()
-    shapes = ((BATCH * ANCHORS, slots, HEADS), *[(BATCH * LENGTH, KV_HEADS)] * 2, *[(BATCH * ANCHORS, slots, KV_HEADS)] * 2)
+    shapes = (
+        (BATCH * ANCHORS, slots, HEADS),
+        *[(BATCH * LENGTH, KV_HEADS)] * 2,
+        *[(BATCH * ANCHORS, slots, KV_HEADS)] * 2,
+    )
     parts = [torch.randn(*shape, SIZE, generator=generator).to(kind) for shape in shapes]
     weight = torch.randn(*shapes[0], SIZE, generator=generator)
 
@@ -70,7 +76,9 @@ def compare(device, window, causal, slots, kind) -> dict[str, object]:
     rows = ANCHORS * slots
 
     def keys(context: Tensor, own: Tensor) -> Tensor:
-        both = torch.cat([context.view(BATCH, LENGTH, KV_HEADS, SIZE), own.reshape(BATCH, rows, KV_HEADS, SIZE)], 1)
+        both = torch.cat(
+            [context.view(BATCH, LENGTH, KV_HEADS, SIZE), own.reshape(BATCH, rows, KV_HEADS, SIZE)], 1
+        )
         return both.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2)
 
     queries = q.reshape(BATCH, rows, HEADS, SIZE).transpose(1, 2)
@@ -83,8 +91,15 @@ def compare(device, window, causal, slots, kind) -> dict[str, object]:
     pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
     found = {}
     for name, (ours, right) in zip(names, pairs, strict=True):
-        found[name] = float((ours.detach().double().cpu() - right.detach()).abs().max() / right.detach().abs().max())
-    return {"window": window, "causal": causal, "slots": slots, "dtype": str(kind).removeprefix("torch.")} | found
+        found[name] = float(
+            (ours.detach().double().cpu() - right.detach()).abs().max() / right.detach().abs().max()
+        )
+    return {
+        "window": window,
+        "causal": causal,
+        "slots": slots,
+        "dtype": str(kind).removeprefix("torch."),
+    } | found
 
 
 def leaks(target, device) -> dict[str, object]:
@@ -97,7 +112,9 @@ def leaks(target, device) -> dict[str, object]:
 
     def rows(tokens: Tensor, taps: Tensor) -> Tensor:
         valid = torch.ones_like(anchors, dtype=torch.bool)
-        blocks = make_blocks(tokens, torch.ones_like(tokens, dtype=torch.bool), anchors, valid, 8, c.mask_token_id)
+        blocks = make_blocks(
+            tokens, torch.ones_like(tokens, dtype=torch.bool), anchors, valid, 8, c.mask_token_id
+        )
         blocks = replace(blocks, anchors=anchors.to(device), positions=blocks.positions.to(device))
         with torch.no_grad():
             hidden = block_hidden(drafter, target.embed(blocks.input_ids.to(device)), taps, blocks, "flex")
@@ -108,7 +125,9 @@ def leaks(target, device) -> dict[str, object]:
     for j in range(0, anchors.shape[1], 7):
         a = int(anchors[0, j])
         other_tokens, other_taps = tokens.clone(), taps.clone()
-        other_tokens[:, a + 1 :] = torch.randint(13, 4000, other_tokens[:, a + 1 :].shape, generator=generator)
+        other_tokens[:, a + 1 :] = torch.randint(
+            13, 4000, other_tokens[:, a + 1 :].shape, generator=generator
+        )
         other_taps[:, a:] = torch.randn(other_taps[:, a:].shape, generator=generator).to(device)
         differs = (rows(other_tokens, other_taps) != before).any(-1)  # [2, A]
         changed_before += int(differs[:, : j + 1].sum())
@@ -132,14 +151,12 @@ def times(target, device, is_small) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     slots = recipe.short_block
     for attention in ("dense", "sdpa", "flex"):
-        blocks = make_blocks(
-            tokens.to(device), written.to(device),
-            *(part.to(device) for part in sample_anchors(written, recipe.anchors, generator)), slots, c.mask_token_id,
-        )  # fmt: skip
+        anchors, valid = (part.to(device) for part in sample_anchors(written, recipe.anchors, generator))
+        blocks = make_blocks(tokens.to(device), written.to(device), anchors, valid, slots, c.mask_token_id)
         embeds = target.embed(blocks.input_ids).detach()
 
-        def step() -> None:
-            loss, _, _ = drafter_loss(drafter, target.lm_head.weight, embeds, states, blocks, recipe, attention)
+        def step(given=(embeds, states, blocks, recipe, attention)) -> None:
+            loss, _, _ = drafter_loss(drafter, target.lm_head.weight, *given)
             loss.backward()
             drafter.zero_grad(set_to_none=True)
 
@@ -194,7 +211,13 @@ def main() -> None:
     keep("times", lambda: times(target, device, args.small))
     keep("leaks", lambda: leaks(target, device))
     half, whole = torch.bfloat16, torch.float32
-    cases = [(5, True, 7, whole), (None, False, 8, half), (40, True, 8, half), (5, False, 8, half), (None, True, 8, half)]
+    cases = [
+        (5, True, 7, whole),
+        (None, False, 8, half),
+        (40, True, 8, half),
+        (5, False, 8, half),
+        (None, True, 8, half),
+    ]
     for index, case in enumerate(cases[:: 4 if args.small else 1]):
         keep(f"case_{index}", lambda case=case: compare(device, *case))
 

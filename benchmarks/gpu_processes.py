@@ -1,8 +1,8 @@
 """The same training on one GPU and, with torchrun and FSDP2, on two: do the loss curves agree?
 
-Three runs of `lean-laguna train drafter` on the same documents: one process on each of two GPUs side by side,
-whose difference is what this machine's own noise does to a curve, then two processes together. The documents are
-written by laguna-nano here, greedily and sampled.
+Three runs of `lean-laguna train drafter` on the same documents: one process on each of two GPUs side by
+side, whose difference is what this machine's own noise does to a curve, then two processes together. The
+documents are written by laguna-nano here, greedily and sampled.
 Example: python benchmarks/gpu_processes.py --data runs/nano/data --out "$OUT"
 """
 
@@ -31,7 +31,13 @@ from lean_laguna.train.recipe_files import find_recipe
 from lean_laguna.train.selfgen import generate_text
 
 LOSS_TOLERANCE = 0.02  # of the loss of one process, every logged step: bfloat16 sums in another order
-RECIPE_CHANGES = {"length": "320", "batch_rows": "16", "log_every": "5", "attention": '"sdpa"', "long_every": "6"}
+RECIPE_CHANGES = {
+    "length": "320",
+    "batch_rows": "16",
+    "log_every": "5",
+    "attention": '"sdpa"',
+    "long_every": "6",
+}
 
 
 def write_recipe(path: Path, rows: int, anchors: int) -> None:
@@ -40,7 +46,9 @@ def write_recipe(path: Path, rows: int, anchors: int) -> None:
     body, _, tables = text.partition("\n[")
     changes = RECIPE_CHANGES | {"batch_rows": str(rows), "anchors": str(anchors)}
     kept = [line for line in body.splitlines() if line.partition(" =")[0] not in changes]
-    path.write_text("\n".join(kept + [f"{name} = {value}" for name, value in changes.items()]) + "\n\n[" + tables)
+    path.write_text(
+        "\n".join(kept + [f"{name} = {value}" for name, value in changes.items()]) + "\n\n[" + tables
+    )
     tomllib.loads(path.read_text())
 
 
@@ -61,11 +69,21 @@ def start(name: str, processes: int, gpus: str, args: argparse.Namespace) -> sub
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "lean_laguna", "train", "drafter", "--recipe", str(args.work / "recipe.toml"), "--target"]
+    command += [
+        "-m",
+        "lean_laguna",
+        "train",
+        "drafter",
+        "--recipe",
+        str(args.work / "recipe.toml"),
+        "--target",
+    ]
     command += ["nano", "--documents", str(args.work / "documents.jsonl"), "--out", str(args.work / name)]
     command += ["--steps", str(args.steps), "--resume", "no", "--device", args.device]
     log = (args.work / f"{name}.log").open("w")
-    return subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus}, stdout=log, stderr=log, text=True)
+    return subprocess.Popen(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus}, stdout=log, stderr=log, text=True
+    )
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -108,7 +126,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     write_recipe(args.work / "recipe.toml", args.rows, args.anchors)
-    write_documents(args.work / "documents.jsonl", args.data, resolve_device(args.device), args.documents, args.length)
+    write_documents(
+        args.work / "documents.jsonl", args.data, resolve_device(args.device), args.documents, args.length
+    )
     print(f"{time.monotonic() - began:6.1f} s documents written", flush=True)
     results: dict[str, object] = {
         "run": describe_run(), "steps": args.steps, "documents": args.documents, "batch_rows": args.rows,
@@ -136,7 +156,10 @@ def main() -> None:
     if "two_against_one" in results:
         results["agrees"] = results["two_against_one"]["loss_largest"] <= LOSS_TOLERANCE
     atomic_write_json(args.out / "processes.json", results)
-    print(json.dumps({name: value for name, value in results.items() if name not in ("curves", "run")}), flush=True)
+    print(
+        json.dumps({name: value for name, value in results.items() if name not in ("curves", "run")}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

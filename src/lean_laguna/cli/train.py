@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     }
     stage = stages[args.stage]
     figures = stage(args, started, terminal)
-    _report(args, figures, started, terminal)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, once
+        _report(args, figures, started, terminal)
     return 0
 
 

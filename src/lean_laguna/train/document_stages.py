@@ -28,6 +28,7 @@ from lean_laguna.train.documents import Document, pack, read_documents
 from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
 from lean_laguna.train.features import open_cache
 from lean_laguna.train.given_answers import write_given
+from lean_laguna.train.processes import join
 from lean_laguna.train.recipe import DrafterRecipe, load_recipe
 from lean_laguna.train.responses import ResponseOptions, write_responses
 from lean_laguna.train.run_state import open_run
@@ -130,7 +131,9 @@ def run_documents(
         echo=options.echo,
         where=str(recipe),
     )
-    if isinstance(drafter, DSparkDrafter) and drafter.confidence_weight is not None:
+    has_confidence = isinstance(drafter, DSparkDrafter) and drafter.confidence_weight is not None
+    if has_confidence and join(options.device).is_first:
+        assert isinstance(drafter, DSparkDrafter)
         figures |= calibrate_documents(drafter, target, held_out, options.out, provenance)
     return figures
 

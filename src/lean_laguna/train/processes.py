@@ -68,7 +68,9 @@ def own_device(device: torch.device) -> torch.device:
         return device
     count = torch.cuda.device_count()
     if int(local) >= count:
-        raise ConfigError(f"{int(local) + 1} processes or more were started on {count} GPUs; one each is needed")
+        raise ConfigError(
+            f"{int(local) + 1} processes or more were started on {count} GPUs; one each is needed"
+        )
     torch.cuda.set_device(int(local))
     return torch.device("cuda", int(local))
 
