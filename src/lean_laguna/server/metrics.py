@@ -69,6 +69,7 @@ class Metrics:
         config, pools = llm.config, llm.engine.scheduler.pools
         info = {
             "block_size": str(config.kv_block_size),
+            "cache_dtype": config.kv_cache_dtype,
             "num_gpu_blocks": str(sum(pool.capacity for pool in pools)),
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "kv_cache_memory_bytes": str(llm.engine.kv_bytes),
