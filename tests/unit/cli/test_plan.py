@@ -68,3 +68,18 @@ def test_mistakes_are_one_line_and_status_2(words, said, capsys):
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_an_fp8_cache_takes_half_but_for_the_drafters_pages(capsys):
+    found = {}
+    for kind in ("auto", "fp8"):
+        assert main(["plan", *SPARK, "--context", "65536", "--kv-cache-dtype", kind, "--json"]) == 0
+        found[kind] = json.loads(capsys.readouterr().out)["lean_laguna"]
+    whole, coded = (found[kind]["kv_bytes_by_layers"] for kind in ("auto", "fp8"))
+    assert {name: size / coded[name] for name, size in whole.items()} == {
+        "full": 2.0,
+        "sliding": 2.0,
+        "draft_sliding": 1.0,
+    }
+    assert "--kv-cache-dtype fp8" in found["fp8"]["flags"]
+    assert "--kv-cache-dtype fp8" not in found["auto"]["flags"]

@@ -51,5 +51,7 @@ def test_a_shape_goes_with_dummy_weights_only():
     assert EngineConfig(load_format="dummy", shape="laguna-xs").is_synthetic
     with pytest.raises(ConfigError, match="load_format 'dummy'"):
         EngineConfig(shape="laguna-xs")
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, fp8, found 'int8'"):
+        EngineConfig(kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="kernels must be one of"):
         EngineConfig(kernels="metal")

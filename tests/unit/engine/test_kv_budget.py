@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.block_table import quota_blocks
-from lean_laguna.engine.kv_budget import free_memory_bytes, plan_kv_blocks
+from lean_laguna.engine.kv_budget import free_memory_bytes, plan_kv_blocks, stored_groups
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 
 GROUPS = (
@@ -35,6 +35,16 @@ def test_plan_is_byte_exact_against_the_allocation():
     cache = KVCache(GROUPS, budget.num_blocks, 8)
     storages = [cache.storage(g, i) for g, group in enumerate(GROUPS) for i in range(group.num_layers)]
     assert budget.total_bytes == sum(tensor.nbytes for tensor in storages)
+
+
+def test_groups_in_fp8_are_allocated_as_planned_too():
+    groups = (*stored_groups(GROUPS[:2], "fp8"), *GROUPS[2:])
+    budget = plan(10**7, groups=groups)
+    cache = KVCache(groups, budget.num_blocks, 8)
+    storages = [cache.storage(g, i) for g, group in enumerate(groups) for i in range(group.num_layers)]
+    assert budget.total_bytes == sum(tensor.nbytes for tensor in storages)
+    assert [size * 4 for size in budget.block_bytes[:2]] == list(plan(10**7).block_bytes[:2])
+    assert stored_groups(GROUPS, "auto") == GROUPS
 
 
 def test_plan_holds_the_sequences_it_promises():
