@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import DataError
 from lean_laguna.core.files import sha256_file
 from lean_laguna.core.model_config import LagunaConfig
@@ -26,6 +25,7 @@ from lean_laguna.train.calibration import calibrate_documents
 from lean_laguna.train.conversations import read_conversations
 from lean_laguna.train.documents import Document, pack, read_documents
 from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
+from lean_laguna.train.drafter_start import check_start
 from lean_laguna.train.features import open_cache
 from lean_laguna.train.given_answers import write_given
 from lean_laguna.train.processes import join
@@ -91,8 +91,7 @@ def run_documents(
     """
     loaded = load_recipe(DrafterRecipe, recipe)
     config = LagunaConfig.from_file(target_folder)
-    drafter_config = DFlashConfig.from_dict(loaded.model, str(recipe))
-    drafter_config.check_target(config, str(recipe))
+    drafter_config = check_start(loaded, config, str(recipe))
     found = read_documents(
         documents,
         vocab_size=config.vocab_size,

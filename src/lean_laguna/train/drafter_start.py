@@ -3,14 +3,62 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.errors import ConfigError, nearest
+from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import load_drafter, make_drafter
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.recipe import DrafterRecipe
+
+_HEADS = ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias")
+_LIKE_THE_SOURCE = ("target_layer_ids", "mask_token_id", "layer_windows", "layer_causal")
+
+
+def check_start(recipe: DrafterRecipe, target: LagunaConfig, where: str) -> DFlashConfig:
+    """Refuse what cannot be trained, from configs alone: no weights are read, no device is touched.
+
+    Args:
+        recipe: Of the drafter.
+        target: Config of its target.
+        where: Name of the recipe for errors.
+
+    Returns:
+        The drafter's config.
+
+    Raises:
+        ConfigError: The recipe's drafter does not fit the target, the warm start does not fit the recipe, or
+            a word in the recipe is not one of those known.
+    """
+    config = DFlashConfig.from_dict(recipe.model, where)
+    config.check_target(target, where)
+    if config.has_own_lm_head:
+        raise ConfigError(
+            f"{where}: 'draft_vocab_size' is {config.draft_vocab_size}; a drafter is trained with its "
+            f"target's lm_head, so it must be {config.vocab_size}"
+        )
+    if recipe.terms.confidence > 0 and (config.dspark is None or not config.dspark.has_confidence):
+        raise ConfigError(f"{where}: 'terms.confidence' is set, but the drafter has no confidence head")
+    for name, value, accepted in (
+        ("loss", recipe.loss, ("decay", "dpace")),
+        ("attention", recipe.attention, ("auto", "dense", "sdpa", "flex")),
+        ("terms.confidence_target", recipe.terms.confidence_target, ("overlap", "coupled", "greedy")),
+        ("optimizer.kind", recipe.optimizer.kind, ("adamw", "muon")),
+        ("optimizer.shape", recipe.optimizer.shape, ("wsd", "cosine")),
+    ):
+        if value not in accepted:
+            raise ConfigError(
+                f"{where}: '{name}' is {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}"
+            )
+    if recipe.warm_start:
+        source = DFlashConfig.from_file(resolve_model(recipe.warm_start))
+        source.check_target(target, recipe.warm_start)
+        _check_warm_start(config, source, recipe.warm_start, where)
+    return config
 
 
 def build_drafter(
@@ -19,44 +67,39 @@ def build_drafter(
     """Make a drafter with float32 weights for this target: fresh ones, or a warm start's where it has them.
 
     Raises:
-        ConfigError: The recipe's drafter does not fit the target, or the warm start does not fit the recipe.
+        ConfigError: As for :func:`check_start`.
     """
-    config = DFlashConfig.from_dict(recipe.model, where)
-    config.check_target(target.config, where)
-    if config.has_own_lm_head:
-        raise ConfigError(
-            f"{where}: 'draft_vocab_size' is {config.draft_vocab_size}; a drafter is trained with its "
-            f"target's lm_head, so it must be {config.vocab_size}"
-        )
-    if recipe.terms.confidence > 0 and (config.dspark is None or not config.dspark.has_confidence):
-        raise ConfigError(f"{where}: 'terms.confidence' is set, but the drafter has no confidence head")
+    config = check_start(recipe, target.config, where)
+    generator = torch.Generator().manual_seed(recipe.seed)
     drafter = make_drafter(config)
-    drafter.init_weights(generator=torch.Generator().manual_seed(recipe.seed))
+    drafter.init_weights(generator=generator)
+    if isinstance(drafter, DSparkDrafter) and recipe.heads_std > 0:
+        nn.init.normal_(drafter.markov_w2, std=recipe.heads_std, generator=generator)
     if recipe.warm_start:
-        _take_weights(drafter, load_drafter(resolve_model(recipe.warm_start), target.config), recipe, where)
+        theirs = load_drafter(resolve_model(recipe.warm_start), target.config).state_dict()
+        mine = drafter.state_dict()
+        drafter.load_state_dict(mine | {name: theirs[name] for name in mine if name in theirs})
     return drafter.to(device)
 
 
-def _take_weights(drafter: DFlashDrafter, source: DFlashDrafter, recipe: DrafterRecipe, where: str) -> None:
-    """Copy the block's weights, and the heads where the source has them; all or nothing of the block."""
-    theirs = source.state_dict()
-    heads = ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias")
-    mine = {
-        name: value for name, value in drafter.state_dict().items() if name in theirs or name not in heads
-    }
-    for name, value in mine.items():
-        found = theirs.get(name)
+def _check_warm_start(config: DFlashConfig, source: DFlashConfig, name: str, where: str) -> None:
+    """Refuse a source that lacks weights of the block, or has them in other shapes; heads may be new."""
+    with torch.device("meta"):
+        mine, theirs = (make_drafter(of).state_dict() for of in (config, source))
+    for tensor, value in mine.items():
+        found = theirs.get(tensor)
+        if found is None and tensor in _HEADS:
+            continue
         if found is None or found.shape != value.shape:
             shape = "nothing" if found is None else f"shape {list(found.shape)}"
             raise ConfigError(
-                f"{where}: 'warm_start' {recipe.warm_start} has {shape} for {name}, where the recipe's "
-                f"drafter has shape {list(value.shape)}"
+                f"{where}: 'warm_start' {name} has {shape} for {tensor}, where the recipe's drafter has "
+                f"shape {list(value.shape)}"
             )
-    for field in ("target_layer_ids", "mask_token_id", "layer_windows", "layer_causal"):
-        ours, given = getattr(drafter.config, field), getattr(source.config, field)
+    for field in _LIKE_THE_SOURCE:
+        ours, given = getattr(config, field), getattr(source, field)
         if ours != given:
             raise ConfigError(
-                f"{where}: 'warm_start' {recipe.warm_start} was trained with '{field}' {given}, and the "
-                f"recipe's drafter has {ours}"
+                f"{where}: 'warm_start' {name} was trained with '{field}' {given}, and the recipe's drafter "
+                f"has {ours}"
             )
-    drafter.load_state_dict(drafter.state_dict() | {name: theirs[name] for name in mine})

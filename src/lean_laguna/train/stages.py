@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import DataError
 from lean_laguna.core.files import atomic_write_bytes
+from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
@@ -25,6 +25,7 @@ from lean_laguna.train.compiling import CompileMode
 from lean_laguna.train.dataset import load_meta, load_tokens
 from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
 from lean_laguna.train.drafter_eval import evaluate_further, evaluate_kinds
+from lean_laguna.train.drafter_start import check_start
 from lean_laguna.train.generated import Generated, load_generated, save_generated
 from lean_laguna.train.loop import Echo, print_event
 from lean_laguna.train.metrics import distinct_ngram_share
@@ -133,8 +134,8 @@ def run_drafter(
         The final evaluation's figures, at other draft lengths too, with the ceiling.
     """
     loaded = load_recipe(DrafterRecipe, recipe)
+    check_start(loaded, LagunaConfig.from_file(target_folder), str(recipe))
     target = load_laguna(target_folder, dtype=torch.float32, device=options.device).requires_grad_(False)
-    DFlashConfig.from_dict(loaded.model, str(recipe)).check_target(target.config, str(recipe))
     provenance = {"target_sha256": checkpoint_hash(target_folder)}
     meta = load_meta(options.data)
     open_run(options.work, {"recipe": asdict(loaded), "data": meta["sha256"], **provenance}, options.resume)

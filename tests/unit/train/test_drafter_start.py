@@ -6,8 +6,8 @@ import torch
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
-from lean_laguna.train.drafter_start import build_drafter
-from lean_laguna.train.recipe import LossTerms
+from lean_laguna.train.drafter_start import build_drafter, check_start
+from lean_laguna.train.recipe import LossTerms, OptimizerRecipe
 from lean_laguna.train.target import build_target
 from support.training import DRAFTER_MODEL, drafter_recipe, target_recipe
 
@@ -63,11 +63,34 @@ def test_a_dspark_warm_start_gives_its_heads_too(target, tmp_path):
 )
 def test_a_warm_start_that_does_not_fit_is_refused(target, dflash, changes, message):
     recipe = drafter_recipe(model=SPARK | changes, warm_start=str(dflash[1]))
+    (dflash[1] / "model.safetensors").unlink()  # the configs tell
     with pytest.raises(ConfigError, match=message):
-        build_drafter(recipe, target, CPU, "test")
+        check_start(recipe, target.config, "test")
 
 
 def test_a_confidence_term_needs_its_head(target):
     recipe = dataclasses.replace(drafter_recipe(), terms=LossTerms(confidence=1.0))
     with pytest.raises(ConfigError, match="the drafter has no confidence head"):
         build_drafter(recipe, target, CPU, "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "dpase"}, "'loss' is 'dpase'; did you mean 'dpace'"),
+        ({"attention": "flash"}, "'attention' is 'flash'"),
+        ({"terms": LossTerms(confidence_target="argmax")}, "accepted: overlap, coupled, greedy"),
+        ({"optimizer": OptimizerRecipe(kind="adam")}, "'optimizer.kind' is 'adam'"),
+        ({"optimizer": OptimizerRecipe(shape="linear")}, "accepted: wsd, cosine"),
+    ],
+)
+def test_a_word_that_nothing_knows_is_refused(target, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_start(dataclasses.replace(drafter_recipe(), **changes), target.config, "test")
+
+
+def test_heads_may_begin_with_an_effect(target, dflash):
+    recipe = drafter_recipe(model=SPARK, warm_start=str(dflash[1]), heads_std=0.5)
+    drafter = build_drafter(recipe, target, CPU, "test")
+    assert float(drafter.markov_w2.detach().std()) == pytest.approx(0.5, rel=0.1)
+    assert torch.equal(drafter.fc.weight, dflash[0].fc.weight)
