@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lean_laguna.core.drafter_formats import parse_deepspec, parse_laguna, parse_speculators, parse_zlab
+from lean_laguna.core.drafter_keys import check_names, check_values
 from lean_laguna.core.dspark_config import DSparkHeads, names_dspark, read_heads, read_layout
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import parse_json
@@ -120,6 +121,7 @@ class DFlashConfig:
             "speculators": parse_speculators,
             "deepspec": parse_deepspec,
         }[fmt]
+        check_names(given, where)
         fields, is_dspark = Fields(given, where), names_dspark(given)
         # DeepSpec knows the shifted layout only, and speculators takes it where its DSpark says nothing.
         is_shifted = is_dspark and fmt in ("deepspec", "speculators")
@@ -130,6 +132,7 @@ class DFlashConfig:
             sample_from_anchor=read_layout(fields, default=is_shifted, is_dspark=is_dspark),
         )
         config._check(where)
+        check_values(given, where)
         return config
 
     @classmethod
