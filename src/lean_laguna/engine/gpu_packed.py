@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.models.packing import stack_rows as stack_parameters
+from lean_laguna.quant.lane_order import Order, fits, reordered, restored
 from lean_laguna.quant.packed import PackedWeight, split_rows, stack_rows
 from lean_laguna.quant.scaling import tile_size
 
@@ -53,7 +55,26 @@ def to_kernels(weight: PackedWeight, dtype: torch.dtype) -> Packed:
         divisors=divisors,
         zeros=None if zeros is None else zeros.contiguous(),
         columns=weight.column_groups,
+        order=weight.order,
     )
+
+
+def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
+    """Reorder codes in place as the lanes of the whole step's warps take them, where the shape allows.
+
+    Args:
+        weight: [N, K] or [E, N, K].
+        pairs: Its product adds to the residual stream: 4-bit codes lie by 16 rows.
+    """
+    bits = weight.scheme.num_bits
+    order: Order = "pairs" if pairs and bits == 4 else "lanes"
+    rows, columns = weight.shape[-2:]
+    if weight.order == order or not fits(bits, order, rows, columns):
+        return weight
+    codes = weight.codes.view(torch.uint8)
+    for expert in codes if codes.dim() == 3 else [codes]:
+        expert.copy_(reordered(restored(expert, bits, weight.order), bits, order))
+    return dataclasses.replace(weight, order=order)
 
 
 def _by_row(scales: Tensor, weight: PackedWeight) -> Tensor:

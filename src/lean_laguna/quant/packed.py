@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lean_laguna.kernels.linear import linear
 from lean_laguna.quant import integer, nvfp4
+from lean_laguna.quant.lane_order import Order, restored
 from lean_laguna.quant.scaling import tile_size
 from lean_laguna.quant.scheme import WeightScheme
 
@@ -45,6 +46,7 @@ class PackedWeight:
         zero_points: int8 in the shape of ``scales``, asymmetric integers only.
         column_groups: [..., K] int32, the group of each column, where columns were reordered.
         heights: Rows of each of the L linears stacked along N, such as gate and up.
+        order: Of the codes in memory.
     """
 
     scheme: WeightScheme
@@ -55,6 +57,7 @@ class PackedWeight:
     zero_points: Tensor | None = None
     column_groups: Tensor | None = None
     heights: tuple[int, ...] = ()
+    order: Order = "rows"
 
     def __post_init__(self) -> None:
         if not self.heights:
@@ -101,6 +104,10 @@ class PackedWeight:
         if len(self.shape) == 3:
             for expert in range(self.shape[0]):
                 self.expert(expert).decode_into(out[expert])
+            return
+        if self.order != "rows":
+            codes = restored(self.codes.view(torch.uint8), self.scheme.num_bits, self.order)
+            dataclasses.replace(self, codes=codes.view(self.codes.dtype), order="rows").decode_into(out)
             return
         rows, columns = self.shape
         scales = self.row_scales()
@@ -157,6 +164,8 @@ def stack_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
     for part in parts:
         if part.scheme != first.scheme or part.shape[-1] != first.shape[-1]:
             raise ValueError(f"{part.scheme.name} [.., {part.shape[-1]}] beside {first.scheme.name}")
+        if part.order != first.order:
+            raise ValueError(f"codes in order of {part.order} beside {first.order}")
         if part.column_groups is not None:
             raise ValueError("weights with reordered columns")
     joined = {
@@ -166,7 +175,7 @@ def stack_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
     rows = sum(part.shape[-2] for part in parts)
     heights = tuple(height for part in parts for height in part.heights)
     shape = (*first.shape[:-2], rows, first.shape[-1])
-    return PackedWeight(first.scheme, shape, heights=heights, **joined)
+    return PackedWeight(first.scheme, shape, heights=heights, order=first.order, **joined)
 
 
 def split_rows(joint: PackedWeight) -> list[PackedWeight]:
@@ -182,7 +191,7 @@ def split_rows(joint: PackedWeight) -> list[PackedWeight]:
         }
         own = {name: tensor[places[name]] for name, tensor in joint.tensors().items()}
         shape = (*joint.shape[:-2], height, joint.shape[-1])
-        linears.append(PackedWeight(joint.scheme, shape, **own))  # type: ignore[arg-type]
+        linears.append(PackedWeight(joint.scheme, shape, order=joint.order, **own))  # type: ignore[arg-type]
         rows, scale_rows = rows + height, scale_rows + tall
     return linears
 
@@ -197,7 +206,8 @@ def bank(experts: Sequence[PackedWeight]) -> PackedWeight:
     if any(expert.scheme != first.scheme or expert.shape != first.shape for expert in experts):
         raise ValueError(f"experts that differ from {first.scheme.name} {list(first.shape)}")
     joined = {name: torch.stack([getattr(e, name) for e in experts]) for name in first.tensors()}
-    return PackedWeight(first.scheme, (len(experts), *first.shape), heights=first.heights, **joined)
+    shape = (len(experts), *first.shape)
+    return PackedWeight(first.scheme, shape, heights=first.heights, order=first.order, **joined)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:

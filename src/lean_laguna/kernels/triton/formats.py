@@ -36,6 +36,7 @@ class Packed:
         divisors: [..., N] float32 of each row's linear, ``fp4`` only.
         zeros: int8 in the shape of ``scales``, or None.
         columns: [..., K] int32 group of each column where they were reordered, or None.
+        order: Of the codes in memory: ``rows``, or as ``quant.lane_order`` describes.
     """
 
     kind: Kind
@@ -48,11 +49,13 @@ class Packed:
     divisors: Tensor | None = None
     zeros: Tensor | None = None
     columns: Tensor | None = None
+    order: Literal["rows", "lanes", "pairs"] = "rows"
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What a kernel is given."""
-        return self.codes, self.scales, self.divisors, self.zeros, self.columns
+        codes = self.codes if self.order == "rows" else self.codes.view(torch.int32)
+        return codes, self.scales, self.divisors, self.zeros, self.columns
 
     @property
     def device(self) -> torch.device:
@@ -66,14 +69,14 @@ class Packed:
 
     @property
     def format(self) -> tuple[Any, ...]:
-        """What a kernel must know beforehand: kind, N, rows and columns a scale, scales a row."""
-        return self.kind, self.shape[-2], self.tall, self.wide, self.scales.shape[-1]
+        """What a kernel must know beforehand: kind, N, rows and columns a scale, scales a row, order."""
+        return self.kind, self.shape[-2], self.tall, self.wide, self.scales.shape[-1], self.order
 
 
 Weight = Tensor | Packed
 """What every product takes."""
 
-PLAIN = ("plain", 0, 0, 0, 0)
+PLAIN = ("plain", 0, 0, 0, 0, "rows")
 
 
 def operand(weight: Weight) -> tuple[Tensor | None, ...]:
@@ -99,12 +102,15 @@ def plain(weight: Weight) -> Tensor:
 
 def row_elements(weight: Weight) -> int:
     """Return the elements from one row's codes or values to the next row's."""
-    return (weight.codes if isinstance(weight, Packed) else weight).shape[-1]
+    stored = weight.tensors[0] if isinstance(weight, Packed) else weight
+    assert stored is not None
+    return stored.shape[-1]
 
 
 def row_bytes(weight: Weight) -> int:
     """Return the bytes of one row's codes or values."""
-    return row_elements(weight) * (1 if isinstance(weight, Packed) else weight.element_size())
+    stored = weight.codes if isinstance(weight, Packed) else weight
+    return stored.shape[-1] * stored.element_size()
 
 
 @triton.jit
@@ -141,8 +147,47 @@ def _scale_at(weight, scale_at, row, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _raw_values(weight, row, k, half, K: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
-    """Return float32 of the codes at rows and columns; ``half`` are the byte columns of 4-bit codes."""
+def _ordered_codes(
+    words,
+    rows,
+    start,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Return codes [SPLIT, BLOCK_N, BLOCK_K] that lie in words as the lanes of a warp take them."""
+    IS_SMALL: tl.constexpr = FORMAT[0] == "fp4" or FORMAT[0] == "int4"
+    BITS: tl.constexpr = 4 if IS_SMALL else 8
+    CODES: tl.constexpr = 32 // BITS
+    first = start + tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K // CODES)[None, None, :] * CODES
+    row = rows[None, :, None]
+    chunk = k // 8
+    if FORMAT[5] == "pairs":
+        PART: tl.constexpr = K // 8
+        own = k % PART
+        at = (row // 16 * 8 + k // PART) * (PART // 64) + own // 64
+        at = (at * 32 + row % 8 * 4 + chunk % 4) * 4 + row // 8 % 2 * 2 + own // 32 % 2
+    elif IS_SMALL:
+        at = row * (K // 8) + (chunk // 16 * 16 + chunk % 4 * 4 + chunk // 4 % 4)
+    else:
+        at = row * (K // 4) + (chunk // 8 * 16 + chunk % 4 * 4 + chunk // 4 % 2 * 2 + k // 4 % 2)
+    if EVEN:
+        word = tl.load(words + at)
+    else:
+        word = tl.load(words + at, mask=k < K, other=0)
+    e = tl.arange(0, CODES)
+    shift = (e // 2 + e % 2 * (CODES // 2)) * BITS
+    code = (word[:, :, :, None] >> shift[None, None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(code, (SPLIT, BLOCK_N, BLOCK_K)).to(tl.uint8)
+
+
+@triton.jit
+def _codes(weight, row, k, half, K: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the codes at rows and columns; ``half`` are the byte columns of 4-bit codes."""
     codes = weight[0]
     if FORMAT[0] == "fp4" or FORMAT[0] == "int4":
         at = row * ((K + 1) // 2) + half
@@ -150,13 +195,18 @@ def _raw_values(weight, row, k, half, K: tl.constexpr, EVEN: tl.constexpr, FORMA
             both = tl.load(codes + at, eviction_policy="evict_first")
         else:
             both = tl.load(codes + at, mask=(half * 2 < K), other=0, eviction_policy="evict_first")
-        code = tl.interleave(both & 15, both >> 4)
+        return tl.interleave(both & 15, both >> 4)
     else:
         at = row * K + k
         if EVEN:
-            code = tl.load(codes + at, eviction_policy="evict_first")
+            return tl.load(codes + at, eviction_policy="evict_first")
         else:
-            code = tl.load(codes + at, mask=(k < K), other=0, eviction_policy="evict_first")
+            return tl.load(codes + at, mask=(k < K), other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _raw_values(code, FORMAT: tl.constexpr):
+    """Return float32 of codes [uint8], but for what goes into the scale."""
     if FORMAT[0] == "fp4":
         return _float_bits(code, 3, 9).to(tl.float32)
     elif FORMAT[0] == "fp8":
@@ -205,7 +255,11 @@ def load_packed_tile(
     k = first + tl.arange(0, BLOCK_K)[None, None, :]
     half = first // 2 + tl.arange(0, BLOCK_K // 2)[None, None, :]
     row = rows[None, :, None]
-    raw = _raw_values(weight, row, k, half, K, EVEN, FORMAT)
+    if FORMAT[5] == "rows":
+        code = _codes(weight, row, k, half, K, EVEN, FORMAT)
+    else:
+        code = _ordered_codes(weight[0], rows, start, K, BLOCK_N, BLOCK_K, SPLIT, EVEN, FORMAT)
+    raw = _raw_values(code, FORMAT)
     scale_row = row // TALL * C
     if weight[4] is not None:
         group = tl.load(weight[4] + row // N * K + tl.minimum(k, K - 1))

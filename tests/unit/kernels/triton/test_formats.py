@@ -15,6 +15,7 @@ from lean_laguna.kernels.triton.head import write_logits
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.quant.codec import encode, to_packed
+from lean_laguna.quant.lane_order import reordered
 from lean_laguna.quant.packed import bank, stack_rows
 from lean_laguna.quant.scheme import (
     FP8_BLOCK,
@@ -193,3 +194,23 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(
         x[rows - 1] = row
         project(x, weight, out, count(rows), TILE, Launch(), norm=norm, eps=EPS)
         assert_same_bits(out[rows - 1], alone[0])
+
+
+@pytest.mark.parametrize("order", ["lanes", "pairs"])
+@pytest.mark.parametrize("name", ["nvfp4", "int4-groups", "fp8-channel", "int8-groups"])
+@pytest.mark.parametrize("split", [1, 4])
+def test_codes_in_the_order_of_lanes_give_the_same_weights(
+    made, both, draw, poisoned, count, name, order, split
+):
+    bits = 4 if "4" in name else 8
+    if order == "pairs" and bits == 8:
+        order = "lanes"
+    weight = made(SCHEMES[name], (16, 32), 1024)
+    packed, plain = both(weight)
+    codes = reordered(packed.codes, bits, order)
+    packed = dataclasses.replace(packed, codes=codes, order=order)
+    assert torch.equal(decode(packed, poisoned(plain.numel())), plain)
+    x, outs = draw(16, 1024), (poisoned(16, 48), poisoned(16, 48))
+    for own, out in zip((packed, plain), outs, strict=True):
+        project(x, own, out, count(3), Tile(16, 64, split=split, warps=split, stages=2), Launch(cols=8))
+    assert torch.equal(outs[0][:3], outs[1][:3])
