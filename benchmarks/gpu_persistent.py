@@ -31,6 +31,17 @@ from lean_laguna.kernels.triton.step import TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
 
 PHASES = ("qkv", "attend", "combine", "out", "up", "route", "down", "norm")
+MARKS = (
+    ("tokens here after qkv", 8, 0),
+    ("heads here after attend", 9, 1),
+    ("chunk done after heads", 10, 9),
+    ("parts here after combine", 11, 2),
+    ("rows here after out", 12, 3),
+    ("scores here after route", 13, 5),
+    ("tables after scores", 14, 13),
+    ("acts here after down", 15, 6),
+)
+"""Of stamps: what a block waits for, and since which stamp."""
 PATIENCE = 400_000
 
 
@@ -273,6 +284,14 @@ def phases(stamps: torch.Tensor, clock: float) -> dict[str, Any]:
                 spans += ((end - begin).double() / clock / 1000).tolist()
             spans.sort()
             row[PHASES[a]] = [round(spans[int(len(spans) * q)], 2) for q in (0.05, 0.5, 0.95)]
+        for name, mark, since in MARKS:
+            values = [
+                ((stamps[:, i, mark] - stamps[:, i, since]).double() / clock / 1000)[stamps[:, i, mark] > 0]
+                for i in chosen
+            ]
+            spans = torch.cat(values).sort().values.tolist()
+            if spans:
+                row[name] = [round(spans[int(len(spans) * q)], 2) for q in (0.05, 0.5, 0.95)]
         whole = [
             ((stamps[:, i + 1, 0] - stamps[:, i, 0]).double() / clock / 1000).median().item() for i in chosen
         ]

@@ -201,6 +201,11 @@ DEVICE int min_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
+DEVICE int bits_set(u32 v) { return __builtin_popcount(v); }
+DEVICE int load_shared(const int *p) { return *p; }
+DEVICE void add_shared(int *p, int v) { *p += v; }
+DEVICE float quotient(float a, float b) { return a / b; }
+#define __expf expf
 DEVICE u32 lanes_where(bool v) {
     u32 all = 0;
     for (int i = 0; i < 32; i++) all |= (u32)emulator::gathered(&emulator::Lane::i, (int)v, i) << i;

@@ -61,7 +61,7 @@ DEVICE float4 load_fresh_floats(const float *p) {
 }
 // d += a (16 tokens x 16 k) * b (16 k x 8 weight rows), float32 sums.
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -137,6 +137,18 @@ DEVICE u16 to_bf16(float x) {
     return v;
 }
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+DEVICE int bits_set(u32 v) { return __popc(v); }
+// Counters in shared memory. A warp's accesses to shared memory happen in their order, so whoever sees the sum sees
+// what the adding warp wrote before.
+DEVICE int load_shared(const int *p) {
+    int v;
+    asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(v) : "r"((u32)__cvta_generic_to_shared(p)) : "memory");
+    return v;
+}
+DEVICE void add_shared(int *p, int v) {
+    asm volatile("red.relaxed.cta.shared.add.s32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(p)), "r"(v) : "memory");
+}
 DEVICE u32 lanes_where(bool v) { return __ballot_sync(0xffffffffu, v); }
 DEVICE int first_bit(u32 v) { return __ffs(v) - 1; }
 DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }

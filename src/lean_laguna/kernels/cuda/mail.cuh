@@ -6,7 +6,11 @@
 DEVICE u32 tagged(float x, u32 tag) { return ((u32)to_bf16(x) << 16) | tag; }
 DEVICE u32 tagged16(u16 x, u32 tag) { return ((u32)x << 16) | tag; }
 DEVICE float untagged(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+#ifdef NOWAIT
+DEVICE u32 differing(uint4 v, u32 tag) { return 0; }
+#else
 DEVICE u32 differing(uint4 v, u32 tag) { return ((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffffu; }
+#endif
 // Eight elements without their tags.
 DEVICE uint4 joined(uint4 a, uint4 b) {
     return make_uint4(high_halves(a.x, a.y), high_halves(a.z, a.w), high_halves(b.x, b.y), high_halves(b.z, b.w));
@@ -65,12 +69,53 @@ DEVICE uint2 settled4(uint4 v, const u32 *from, Self &self) {
     return joined(v);
 }
 DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(from), from, self); }
+// Receive rows of a warp's columns into shared memory: element (row, column) at row * stride + column.
+DEVICE void receive_rows(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, Self &self) {
+    enum { BATCHED = 8 };
+    // Pieces of eight columns, row by row; the division is exact for so few.
+    const int across = columns / 8, count = rows * across;
+    const u32 inverse = (1u << 20) / across + 1;
+#pragma unroll 1
+    for (int first = 0; first < count; first += 32 * BATCHED) {
+        uint4 v[2 * BATCHED];
+        int places[BATCHED];
+#pragma unroll
+        for (int i = 0; i < BATCHED; i++) {
+            const int piece = first + i * 32 + self.lane, known = piece < count ? piece : self.lane % across;
+            const int row = (known * inverse) >> 20;
+            places[i] = row * row_words + (known - row * across) * 8;
+            v[2 * i] = load_mail(from + places[i]);
+            v[2 * i + 1] = load_mail(from + places[i] + 4);
+        }
+        while (true) {
+            u32 differs = 0;
+#pragma unroll
+            for (int i = 0; i < 2 * BATCHED; i++) differs |= differing(v[i], self.tag);
+            if (differs == 0 || !may_poll(self)) break;
+#pragma unroll
+            for (int i = 0; i < 2 * BATCHED; i++)
+                if (differing(v[i], self.tag)) v[i] = load_mail(from + places[i / 2] + i % 2 * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCHED; i++) {
+            const int piece = first + i * 32 + self.lane, row = (piece * inverse) >> 20;
+            if (piece < count)
+                *(uint4 *)(to + row * stride + (piece - row * across) * 8) = joined(v[2 * i], v[2 * i + 1]);
+        }
+    }
+    __syncwarp();
+}
+
+// Remember when this was, where a step is timed.
+DEVICE void mark(Self &self, int what) {
+#ifdef TIMED
+    if (self.thread == 0) self.stamps[((size_t)self.block * LAYERS + self.layer) * STAMPS + what] = clock64();
+#endif
+}
 // A phase begins.
-DEVICE void enter(Self &self, u64 *stamps, int phase) {
+DEVICE void enter(Self &self, int phase) {
     self.phase = phase;
     forget(self.thread), forget(self.mail);
     self.warp = self.thread >> 5, self.lane = self.thread & 31, self.g = self.lane >> 2, self.t = self.lane & 3;
-#ifdef TIMED
-    if (self.thread == 0) stamps[((size_t)self.block * LAYERS + self.layer) * STAMPS + phase] = clock64();
-#endif
+    mark(self, phase);
 }

@@ -93,8 +93,8 @@ DEVICE void prefetch_small(const Layer &next, Self &self) {
 
 // Half a layer: attention, or the part after it.
 DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const int *ids, Tape &tape, u32 *parts,
-                     u32 serial, u64 *stamps, float eps, float scale, Self &self) {
-    enter(self, stamps, is_second ? UP : QKV);
+                     u32 serial, float eps, float scale, Self &self) {
+    enter(self, is_second ? UP : QKV);
     const int before = tape.taken;
     if (!is_second && self.layer + 1 < LAYERS && self.thread == THREADS - 1)
         prefetch_small(self.s.layers[self.layer + 1], self);
@@ -105,14 +105,15 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
         Tokens x;
         receive_normed(x, self.mail + (is_second ? MIDDLE_AT : HIDDEN_AT), embed, ids,
                        is_second ? at.norm : at.input_norm, eps, self);
+        mark(self, TOKENS_HERE);
         self.tag += !is_second;
 #ifdef STAGE_LATE
         if (!is_second) stage_first_task(at, self);
 #endif
-        project(tape, x, at, is_second, stamps, self);
+        project(tape, x, at, is_second, self);
     }
     if (!is_second) {
-        enter(self, stamps, ATTEND);
+        enter(self, ATTEND);
 #ifdef AHEAD_OUT
         const int k = at.heads * P, columns = min(k / WARPS - RING / 2 * 32, AHEAD_OUT);
         if (self.thread < 128 && self.block < D / 16 && columns > 0)
@@ -124,11 +125,15 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
             wait_for_stream<GROUPS - 1>();
         else
             wait_for_copies();
+#ifndef NO_ATTEND
         attend(at, parts, serial, eps, scale, self);
-        enter(self, stamps, COMBINE);
+#endif
+        enter(self, COMBINE);
+#ifndef NO_ATTEND
         combine_all(at, parts, serial, self);
+#endif
     }
-    enter(self, stamps, is_second ? DOWN : OUT);
+    enter(self, is_second ? DOWN : OUT);
 #if E
     if (is_second && at.sparse) {
         add_experts(tape, at, self);
@@ -149,9 +154,10 @@ step(const u8 *layers, u32 *mail, int mail_words, u32 *parts, int *state, u64 *s
     const int thread = threadIdx.x, lane = thread & 31, live = s.rows.live;
     if (live == 0) return;
     Self self = {s, thread, thread >> 5, lane, lane >> 2, lane & 3, (int)blockIdx.x, (int)gridDim.x, live,
-                 (lane >> 2) < live, HIGH && (lane >> 2) + 8 < live, mail, state, 0, 0, 0, PATIENCE, 0};
+                 (lane >> 2) < live, HIGH && (lane >> 2) + 8 < live, mail, state, 0, 0, 0, PATIENCE, 0, 0, stamps};
     Tape tape = {s, s.ring + thread * 8};
     if (thread == 0) s.routed = -1;
+    if (thread < BUFFERS) s.filled[thread] = s.freed[thread] = 0;
     __syncthreads();
     tape.start(self);
     const u32 serial = (u32)state[SERIAL];
@@ -171,10 +177,10 @@ step(const u8 *layers, u32 *mail, int mail_words, u32 *parts, int *state, u64 *s
 #pragma unroll 1
     for (int half = 0; half < 2 * LAYERS; half++) {
         self.layer = half / 2;
-        run_half(s.layers[half / 2], half % 2, half == 0 ? embed : 0, ids, tape, parts, serial + 1 + half / 2, stamps,
+        run_half(s.layers[half / 2], half % 2, half == 0 ? embed : 0, ids, tape, parts, serial + 1 + half / 2,
                  eps, scale, self);
     }
-    enter(self, stamps, NORM);
+    enter(self, NORM);
     for (int row = self.block; row < live; row += self.grid) {
         __syncthreads();
         finish_row(row, final_norm, normed, eps, self);

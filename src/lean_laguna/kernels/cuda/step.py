@@ -6,7 +6,6 @@ kernel boundaries, and read weights ahead across them. See ``step.cu``.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ ITEM_BYTES = THREADS * 16
 HEAD_DIM = 128
 NEAR_SPLITS = 16
 LAYER_BYTES = 192
-MAX_RING = 40
+MAX_RING = 32
 CHUNK = 128
 """Keys staged at a time, and keys of a split in a window."""
 NEAR_KEYS, FAR_KEYS = 256, 1024
@@ -217,7 +216,7 @@ class StepKernel:
         self._description = torch.frombuffer(bytearray(b"".join(described)), dtype=torch.uint8).clone().to(device)
         self._kept = (caches, tables, taps)
         self.stamps = (
-            torch.zeros(self.grid, len(layers), 8, dtype=torch.int64, device=device)
+            torch.zeros(self.grid, len(layers), 16, dtype=torch.int64, device=device)
             if "TIMED" in constants
             else None
         )
@@ -262,8 +261,6 @@ def _constants(layers: Sequence[LayerWeights], kv_block: int, cols: int, options
     D, lengths = layers[0].attention.qkv.shape[1], _lengths(layers)
     width, heads, act, experts, shared = _widths(layers)
     group = 4 if D % 1024 == 0 and all(k % 512 == 0 for k in lengths) else 2
-    wide = [layer.attention.out.shape[1] for layer in layers]
-    wide += [layer.mlp.down.shape[1] for layer in layers if isinstance(layer.mlp, DenseWeights)]
     constants = {
         "D": D,
         "J": layers[0].attention.shape.num_kv_heads,
@@ -272,7 +269,6 @@ def _constants(layers: Sequence[LayerWeights], kv_block: int, cols: int, options
         "LAYERS": len(layers),
         "GROUP": group,
         "CHUNK": CHUNK,
-        "BATCH": math.gcd(4 if cols > 8 else 8, *(k // 256 for k in wide)),
         "WIDTH": width,
         "HEADS": heads,
         "ACT": act,
@@ -290,12 +286,13 @@ def _constants(layers: Sequence[LayerWeights], kv_block: int, cols: int, options
 
 def _fixed_bytes(c: dict[str, int]) -> int:
     """Return at least what ``struct Shared`` takes beside the ring."""
-    cols, chunk = c["COLS"], c["CHUNK"]
+    cols, chunk, top_k = c["COLS"], c["CHUNK"], c.get("A", 0)
     staged = (2 * chunk + 16) * (HEAD_DIM + 8) * 2 + 16 * (chunk + 8) * 2
-    sums = 2 * WARPS * cols * 16 * 4 + c["PAIRS"] * cols * 16 * 4
-    small = 3 * WARPS * 16 * 4 + 16 * WARPS + 3 * 16 * 4 + 128
-    slots = min(c["E"], cols * c.get("A", 0))
-    routing = 128 + slots * (1 + cols + 4 * cols) + cols * c.get("A", 0) * 5 if c["E"] else 0
+    staged = max(staged, cols * top_k * c.get("F", 0) * 2)
+    sums = (2 * 16 + (2 if cols > 8 else 4) * 8 + c["PAIRS"] * 2) * WARPS * cols * 4
+    small = 3 * WARPS * 16 * 4 + WARPS * (32 + 32 * 8) + 3 * 16 * 4 + 256
+    slots = min(c["E"], cols * top_k)
+    routing = 128 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 if c["E"] else 0
     return cdiv(staged + sums + small + c["LAYERS"] * LAYER_BYTES + routing, 16) * 16
 
 

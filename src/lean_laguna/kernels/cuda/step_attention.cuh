@@ -266,8 +266,11 @@ DEVICE void attend_chunk(Running &run, const Task &task, const Layer &at, int fr
 }
 
 // Where a row's part of a split is: P sums, then its peak and its total, each beside its tag.
-DEVICE u32 *part_of(u32 *parts, const Layer &at, int row, int head, int split) {
-    return parts + ((size_t)(row * at.heads + head) * at.max_splits + split % at.max_splits) * ((P + 2) * 2);
+DEVICE u32 *parts_of(u32 *parts, const Layer &at, int row, int head) {
+    return parts + (size_t)(row * at.heads + head) * at.max_splits * ((P + 2) * 2);
+}
+DEVICE u32 *part_at(u32 *own, const Layer &at, int index) {
+    return own + (index < at.max_splits ? index : index - at.max_splits) * ((P + 2) * 2);
 }
 
 DEVICE void send_parts(const Running &run, const Task &task, const Layer &at, u32 *parts, u32 serial, Self &self) {
@@ -277,7 +280,8 @@ DEVICE void send_parts(const Running &run, const Task &task, const Layer &at, u3
         const int c = task.tile * 16 + self.g + 8 * half;
         const float peak = half ? run.peak8 : run.peak;
         if (c >= task.count * group || peak == -INF) continue;
-        u32 *to = part_of(parts, at, task.start + row_of(at, c), task.head * group + head_of(at, c), task.split);
+        u32 *to = part_at(parts_of(parts, at, task.start + row_of(at, c), task.head * group + head_of(at, c)), at,
+                          task.split % at.max_splits);
 #pragma unroll
         for (int n = 0; n < SLICE / 8; n++)
             store_mail_pairs(to + (self.warp * SLICE + n * 8 + 2 * self.t) * 2,
@@ -311,10 +315,14 @@ DEVICE void attend(const Layer &at, u32 *parts, u32 serial, float eps, float sca
             }
             stage_heads(task, at, from, eps, self);
             __syncthreads();
+            mark(self, HEADS_HERE);
             attend_chunk(run, task, at, from, scale, self);
             is_staged = false;
         }
         send_parts(run, task, at, parts, serial, self);
+        mark(self, CHUNK_DONE);
+        // Other rows are received where the keys are.
+        __syncthreads();
     }
 }
 
@@ -334,6 +342,9 @@ struct PartOfHead {
     METHOD bool is_here(u32 serial) const {
         u32 differs = 0;
         for (int i = 0; i < 3; i++) differs |= (v[i].y ^ serial) | (v[i].w ^ serial);
+#ifdef NOWAIT
+        return true;
+#endif
         return differs == 0;
     }
 };
@@ -346,6 +357,8 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
     int last = at.causal ? position : last_key;
     if (!at.causal && at.window > 0) last = min(last, position + at.window - 1);
     const int end = split_of(at, last) + 1;
+    u32 *own = parts_of(parts, at, row, head);
+    const int turn = begin % at.max_splits - begin;
     const u32 *gate_at = self.mail + QKV_AT + (size_t)row * at.width + (at.heads + 2 * J) * P + head;
     u32 gate = at.gate ? load_mail1(gate_at) : 0;
     float peak = -INF, total = 0.0f, acc[4] = {0, 0, 0, 0};
@@ -360,10 +373,11 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
 #pragma unroll
             for (int j = 0; j < TAKE; j++)
                 if (s + j < end && !part[j].is_here(serial))
-                    part[j].load(part_of(parts, at, row, head, s + j), self.lane);
+                    part[j].load(part_at(own, at, s + j + turn), self.lane);
 #pragma unroll
             for (int j = 0; j < TAKE; j++) is_here = is_here && (s + j >= end || part[j].is_here(serial));
         } while (!is_here && may_poll(self));
+        mark(self, PARTS_HERE);
 #pragma unroll
         for (int j = 0; j < TAKE; j++) {
             if (s + j >= end) break;
@@ -380,7 +394,9 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
     float y[4];
     for (int i = 0; i < 4; i++) y[i] = rounded(acc[i] * inverse);
     if (at.gate) {
+        #ifndef NOWAIT
         while (((gate ^ self.tag) & 0xffffu) && may_poll(self)) gate = load_mail1(gate_at);
+#endif
         const float opened = rounded(softplus(untagged(gate)));
         for (int i = 0; i < 4; i++) y[i] *= opened;
     }

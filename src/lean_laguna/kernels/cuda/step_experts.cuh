@@ -17,6 +17,9 @@ DEVICE void receive_scores(float (&logits)[E / 32], const u32 *from, Self &self)
         differs = 0;
 #pragma unroll
         for (int i = 0; i < E / 32; i++) differs |= (v[i] ^ self.tag) & 0xffffu;
+#ifdef NOWAIT
+        break;
+#endif
         if (differs == 0 || !may_poll(self)) break;
 #pragma unroll
         for (int i = 0; i < E / 32; i++)
@@ -33,11 +36,12 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
     float sigmoid[E / 32];
     int keys[E / 32];
     receive_scores(sigmoid, self.mail + SCORES_AT + token * E + lane, self);
+    mark(self, SCORES_HERE);
 #pragma unroll
     for (int i = 0; i < E / 32; i++) {
         float logit = sigmoid[i];
-        if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (expf(2.0f * logit / softcap) + 1.0f));
-        sigmoid[i] = 1.0f / (1.0f + expf(-logit));
+        if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (__expf(2.0f * logit / softcap) + 1.0f));
+        sigmoid[i] = quotient(1.0f, 1.0f + __expf(-logit));
         keys[i] = ordered(sigmoid[i] + bias[i]);
     }
     // Each lane's experts, best first, the lower id among equals.
@@ -121,34 +125,6 @@ DEVICE void route(const Layer &at, Self &self) {
     __syncthreads();
 }
 
-// Tokens of an expert's down product, on their way: F columns of the token's own row for the expert.
-struct Chosen {
-    Raw<F / 256> raw;
-    const u32 *from;
-    bool takes;
-    METHOD void load(int slot, int token, bool is_live, Self &self) {
-        const Routing &r = self.s.routing;
-        const int rank = is_live && slot < r.num_slots ? r.rank[slot][token] : NOT_CHOSEN;
-        takes = rank != NOT_CHOSEN;
-        from = self.mail + ACT_AT + (token * A + (takes ? rank : 0)) * F + self.warp * (F / WARPS) + 8 * self.t;
-        raw.load(from, takes);
-    }
-};
-
-// 16 rows of K columns from the tape, times the tokens of a warp's part.
-template <int N> DEVICE void multiply_pair(Tape &tape, float (&even)[2][4], float (&odd)[2][4], const uint4 (&a)[N],
-                                           const uint4 *a8, Self &self) {
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int i = 0; i < N; i += GROUP / 2) {
-        uint4 w[GROUP];
-        tape.take(w, self);
-#pragma unroll
-        for (int j = 0; j < GROUP; j++)
-            multiply_block(even[j & 1], odd[j & 1], a[i + j / 2], HIGH ? a8[i + j / 2] : zero, w[j]);
-    }
-}
-
 // total += weight * (even + odd), for a token that takes the expert.
 DEVICE void add_weighted(float (&total)[2][4], const float (&even)[2][4], const float (&odd)[2][4], int first,
                          float by) {
@@ -159,41 +135,39 @@ DEVICE void add_weighted(float (&total)[2][4], const float (&even)[2][4], const 
 }
 
 // The chosen experts' down products in ascending id, this warp's part of them.
-DEVICE void multiply_down(Tape &tape, float (&total)[2][4], Self &self) {
-    enum { AHEAD = HIGH ? 2 : 4 };
+DEVICE void multiply_down(Tape &tape, float (&total)[2][4], const u16 *acts, Self &self) {
     const Routing &r = self.s.routing;
-    const int num_slots = r.num_slots;
-    Chosen low[AHEAD], high[HIGH ? AHEAD : 1];
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-        low[i].load(i, self.g, self.has_low, self);
-        if (HIGH) high[HIGH * i].load(i, self.g + 8, self.has_high, self);
-    }
+    const int num_slots = r.num_slots, g = self.g, g8 = (g + 8) % COLS;
+    const u16 *low = acts + g * A * (F / WARPS) + 8 * self.t, *high = acts + g8 * A * (F / WARPS) + 8 * self.t;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    int rank = self.has_low ? r.rank[0][g] : NOT_CHOSEN, rank8 = self.has_high ? r.rank[0][g8] : NOT_CHOSEN;
 #pragma unroll 1
-    for (int first = 0; first < num_slots; first += AHEAD) {
+    for (int slot = 0; slot < num_slots; slot++) {
+        uint4 a[F / 256], a8[HIGH ? F / 256 : 1];
+        const bool takes = rank != NOT_CHOSEN, takes8 = HIGH && rank8 != NOT_CHOSEN;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int slot = first + i;
-            if (slot >= num_slots) break;
-            uint4 a[F / 256], a8[F / 256];
-            const bool takes = low[i].takes, takes8 = HIGH && high[HIGH * i].takes;
-            low[i].raw.settle(a, low[i].from, takes, self);
-            if (HIGH) high[HIGH * i].raw.settle(a8, high[HIGH * i].from, takes8, self);
-            low[i].load(slot + AHEAD, self.g, self.has_low, self);
-            if (HIGH) high[HIGH * i].load(slot + AHEAD, self.g + 8, self.has_high, self);
-            float even[2][4] = {}, odd[2][4] = {};
-            multiply_pair(tape, even, odd, a, a8, self);
-            if (takes) add_weighted(total, even, odd, 0, r.slot_weights[slot][self.g]);
-            if (takes8) add_weighted(total, even, odd, 2, r.slot_weights[slot][(self.g + 8) % COLS]);
+        for (int i = 0; i < F / 256; i++) {
+            a[i] = takes ? *(const uint4 *)(low + rank * (F / WARPS) + 32 * i) : zero;
+            if (HIGH) a8[HIGH * i] = takes8 ? *(const uint4 *)(high + rank8 * (F / WARPS) + 32 * i) : zero;
         }
+        const float by = r.slot_weights[slot][g], by8 = HIGH ? r.slot_weights[slot][g8] : 0.0f;
+        const int next = min(slot + 1, num_slots - 1);
+        if (self.has_low) rank = r.rank[next][g];
+        if (self.has_high) rank8 = r.rank[next][g8];
+        float even[2][4] = {}, odd[2][4] = {};
+        multiply_pair(tape, even, odd, a, a8, self);
+        if (takes) add_weighted(total, even, odd, 0, by);
+        if (takes8) add_weighted(total, even, odd, 2, by8);
     }
 }
 
 // hidden += the weighted sum of the chosen experts, scaled, plus the shared expert.
 DEVICE void add_experts(Tape &tape, const Layer &at, Self &self) {
     const int token = self.thread / 16;
-    // The sums of the products before are read.
-    __syncthreads();
+    u16 *acts = self.s.received + self.warp * AREA;
+    if (self.block < D / 16)
+        receive_rows(acts, F / WARPS, self.mail + ACT_AT + self.warp * (F / WARPS), F, self.live * A, F / WARPS, self);
+    mark(self, ACTS_HERE);
 #pragma unroll 1
     for (int pair = self.block; pair < D / 16; pair += self.grid) {
         const u32 *from = self.mail + SHARED_ACT_AT + self.g * FS + self.warp * (FS / WARPS) + 8 * self.t;
@@ -201,10 +175,12 @@ DEVICE void add_experts(Tape &tape, const Layer &at, Self &self) {
         raw.load(from, self.has_low);
         if (HIGH) raw8.load(from + 8 * FS, self.has_high);
         float total[2][4] = {}, even[2][4] = {}, odd[2][4] = {}, none[4] = {0, 0, 0, 0};
-        multiply_down(tape, total, self);
-        uint4 a[FS / 256], a8[FS / 256];
+        multiply_down(tape, total, acts, self);
+        uint4 a[FS / 256], a8[HIGH ? FS / 256 : 1];
         raw.settle(a, from, self.has_low, self);
-        if (HIGH) raw8.settle(a8, from + 8 * FS, self.has_high, self);
+#if HIGH
+        raw8.settle(a8, from + 8 * FS, self.has_high, self);
+#endif
         multiply_pair(tape, even, odd, a, a8, self);
         float *routed = self.s.sums[0], *shared = self.s.sums[1];
 #pragma unroll

@@ -67,10 +67,10 @@ DEVICE void receive_normed(Tokens &to, const u32 *mail, const u16 *embed, const 
 #endif
 }
 
-// A warp's sums of 8 weight rows, left where all warps' are added: [COLS][8] a warp.
-DEVICE void leave_sums(float *mine, const float (&even)[4], const float (&odd)[4], int g, int t, int stride) {
-    *(float2 *)(mine + g * stride + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-    if (HIGH) *(float2 *)(mine + (g + 8) * stride + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+// A warp's sums of 8 weight rows, left where all warps' are added: [COLS][stride] a warp.
+DEVICE void leave_sums(float *mine, const float (&a)[4], const float (&b)[4], int g, int t, int stride) {
+    *(float2 *)(mine + g * stride + 2 * t) = make_float2(a[0] + b[0], a[1] + b[1]);
+    if (HIGH) *(float2 *)(mine + (g + 8) * stride + 2 * t) = make_float2(a[2] + b[2], a[3] + b[3]);
 }
 DEVICE float added(const float *from, int stride) {
     float y = 0.0f;
@@ -79,10 +79,10 @@ DEVICE float added(const float *from, int stride) {
     return y;
 }
 
-// Multiply the tape's next 8 rows of D columns by the tokens; ends with a barrier, after which the sums of token i
-// and row n are at the returned place + i * 8 + n, COLS * 8 apart from warp to warp.
+// Multiply the tape's next 8 rows of D columns by the tokens and leave the warp's sums in the unit's buffer. Warps do
+// not wait for each other: one of them, in turn, adds the sums. Returns the buffer to that one, null to the others.
 DEVICE const float *multiply_rows(Tape &tape, const Tokens &x, Self &self) {
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    float sums[4][4] = {};
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int q = 0; q < LOADS / GROUP; q++) {
@@ -90,13 +90,28 @@ DEVICE const float *multiply_rows(Tape &tape, const Tokens &x, Self &self) {
         tape.take(w, self);
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
-            multiply_block(even, odd, x.low[q * GROUP + i], HIGH ? x.high[HIGH * (q * GROUP + i)] : zero, w[i]);
+            multiply_block(sums[2 * (i & 1)], sums[2 * (i & 1) + 1], x.low[q * GROUP + i],
+                           HIGH ? x.high[HIGH * (q * GROUP + i)] : zero, w[i]);
     }
-    float *all = self.s.sums[self.buffer];
-    self.buffer ^= 1;
-    leave_sums(all + self.warp * COLS * 8, even, odd, self.g, self.t, 8);
-    __syncthreads();
+    const int unit = self.units++, buffer = unit % BUFFERS, round = unit / BUFFERS;
+    float *all = self.s.unit_sums[buffer];
+    while (load_shared(&self.s.freed[buffer]) < round && may_poll(self)) {
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[0][i] += sums[1][i], sums[2][i] += sums[3][i];
+    leave_sums(all + self.warp * COLS * 8, sums[0], sums[2], self.g, self.t, 8);
+    __syncwarp();
+    if (self.lane == 0) add_shared(&self.s.filled[buffer], 1);
+    if (unit % WARPS != self.warp) return 0;
+    while (load_shared(&self.s.filled[buffer]) < WARPS * (round + 1) && may_poll(self)) {
+    }
+    __syncwarp();
     return all;
+}
+// The buffer that `multiply_rows` returned is free again.
+DEVICE void free_buffer(Self &self) {
+    __syncwarp();
+    if (self.lane == 0) add_shared(&self.s.freed[(self.units - 1) % BUFFERS], 1);
 }
 
 // The residual stream of the block's columns stays with the block: token and column of a thread in its pair.
@@ -112,35 +127,53 @@ DEVICE void add_and_send(int at, int pair, float y, Self &self) {
     store_mail1(self.mail + at + token * D + column, tagged(residual, self.tag));
 }
 
-// hidden += x @ weight^T for rows x of k columns from the mail; `to` and `tap` receive the sum.
-DEVICE void project_add(Tape &tape, const u32 *x, int k, int to, const Layer *tapped, Self &self) {
-    const int blocks = k / 256, token = self.thread / 16;
+// 16 rows of 32 * N columns from the tape, times the tokens of a warp's part.
+template <int N> DEVICE void multiply_pair(Tape &tape, float (&even)[2][4], float (&odd)[2][4], const uint4 (&a)[N],
+                                           const uint4 (&a8)[HIGH ? N : 1], Self &self) {
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < N; i += GROUP / 2) {
+        uint4 w[GROUP];
+        tape.take(w, self);
+#pragma unroll
+        for (int j = 0; j < GROUP; j++)
+            multiply_block(even[j & 1], odd[j & 1], a[i + j / 2], HIGH ? a8[HIGH * (i + j / 2)] : zero, w[j]);
+    }
+}
+
+// This warp's part of x @ weight^T, for rows x of k columns from the mail and 16 weight rows from the tape.
+DEVICE void multiply_received(Tape &tape, float (&even)[2][4], float (&odd)[2][4], const u32 *x, int k, Self &self) {
+    int columns = k / WARPS;
+    while (self.live * (columns + 32) > (int)AREA) columns /= 2;
+    const int stride = columns + 32;
+    u16 *own = self.s.received + self.warp * AREA;
+    const u16 *low = own + self.g * stride + 8 * self.t, *high = low + 8 * stride;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int pair = self.block; pair < D / 16; pair += self.grid) {
-        const u32 *low = x + (size_t)self.g * k + self.warp * (k / WARPS) + 8 * self.t, *high = low + (size_t)8 * k;
-        float even[2][4] = {}, odd[2][4] = {};
-        Raw<BATCH> raw, raw8;
-        raw.load(low, self.has_low);
-        if (HIGH) raw8.load(high, self.has_high);
+    for (int first = 0; first < k / WARPS; first += columns) {
+        __syncwarp();
+        receive_rows(own, stride, x + self.warp * (k / WARPS) + first, k, self.live, columns, self);
+        if (first == 0) mark(self, ROWS_HERE);
 #pragma unroll 1
-        for (int first = 0; first < blocks; first += BATCH) {
-            uint4 a[BATCH], a8[BATCH];
-            raw.settle(a, low + first * 32, self.has_low, self);
-            if (HIGH) raw8.settle(a8, high + first * 32, self.has_high, self);
-            if (first + BATCH < blocks) {
-                raw.load(low + (first + BATCH) * 32, self.has_low);
-                if (HIGH) raw8.load(high + (first + BATCH) * 32, self.has_high);
-            }
+        for (int at = 0; at < columns; at += 16 * GROUP) {
+            uint4 a[GROUP / 2], a8[HIGH ? GROUP / 2 : 1];
 #pragma unroll
-            for (int i = 0; i < BATCH; i += GROUP / 2) {
-                uint4 w[GROUP];
-                tape.take(w, self);
-#pragma unroll
-                for (int j = 0; j < GROUP; j++)
-                    multiply_block(even[j & 1], odd[j & 1], a[i + j / 2], HIGH ? a8[i + j / 2] : zero, w[j]);
+            for (int i = 0; i < GROUP / 2; i++) {
+                a[i] = self.has_low ? *(const uint4 *)(low + at + 32 * i) : zero;
+                if (HIGH) a8[HIGH * i] = self.has_high ? *(const uint4 *)(high + at + 32 * i) : zero;
             }
+            multiply_pair(tape, even, odd, a, a8, self);
         }
+    }
+}
+
+// hidden += x @ weight^T for rows x of k columns from the mail; `to` and `tap` receive the sum.
+DEVICE void project_add(Tape &tape, const u32 *x, int k, int to, const Layer *tapped, Self &self) {
+    const int token = self.thread / 16;
+#pragma unroll 1
+    for (int pair = self.block; pair < D / 16; pair += self.grid) {
+        float even[2][4] = {}, odd[2][4] = {};
+        multiply_received(tape, even, odd, x, k, self);
         float *all = self.s.sums[self.buffer];
         self.buffer ^= 1;
 #pragma unroll

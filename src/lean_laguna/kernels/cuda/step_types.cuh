@@ -2,7 +2,7 @@
 //
 // -D: D hidden size; J KV heads; KV_BLOCK keys a page; COLS tokens (8 or 16); LAYERS; RING 16-byte loads in flight
 // a lane; GROUP of them issued together; CHUNK keys staged at a time; PAIRS of 8 weight rows a block owns of the
-// hidden size; BATCH blocks of 32 columns of x received at a time; A experts a token, E of them (a multiple of 32, at most 256; 0: every layer is dense), F and FS width
+// hidden size; A experts a token, E of them (a multiple of 32, at most 256; 0: every layer is dense), F and FS width
 // of a routed and of the shared expert, SOFTCAP, NORM_TOPK; WIDTH, HEADS and ACT: the widest qkv row, row of heads
 // and row of activations; SHARED_BYTES.
 #pragma once
@@ -16,6 +16,7 @@
 #define PART (D / WARPS)
 #define LOADS (D / 256)
 #define HIGH (COLS > 8)
+#define BUFFERS (COLS > 8 ? 2 : 4)
 #define KEYS (CHUNK / WARPS)
 #define SLICE (P / WARPS)
 #define STRIDE (P + 8)
@@ -67,26 +68,41 @@ struct alignas(16) Routing {
 };
 #endif
 
-// Where on the tape the next run starts.
+// Where on the tape a warp's next batch of runs starts, and the batch before it: see tape.cuh.
 struct alignas(16) Place {
-    int layer, phase, unit, slot;
+    int layer, kind, unit, slot;
+    u32 count, k, half, is_pair;
 };
 
 struct alignas(16) Shared {
     u16 ring[RING * ITEM];
-    u16 keys[CHUNK * STRIDE], values[CHUNK * STRIDE], queries[16 * STRIDE], shares[16 * SHARE_STRIDE];
+    union {
+        struct { u16 keys[CHUNK * STRIDE], values[CHUNK * STRIDE], queries[16 * STRIDE], shares[16 * SHARE_STRIDE]; };
+#if E
+        u16 acts[WARPS * COLS * A * (F / WARPS)];
+#endif
+        u16 received[1];              // rows that are multiplied next, each warp its own part
+    };
     float peaks[WARPS * 16], totals[WARPS * 16];
-    float sums[2][WARPS * COLS * 16];
+    float sums[2][WARPS * COLS * 16], unit_sums[BUFFERS][WARPS * COLS * 8];
+    int filled[BUFFERS], freed[BUFFERS];  // warps that left their sums, and units added, so far
     float squares[WARPS * 16];
     float residual[PAIRS * COLS * 16];
     Layer layers[LAYERS];
     Place places[WARPS];
+    const u16 *starts[WARPS][32];     // of the batch's runs
     int routed;                       // the last layer whose experts are known
     Rows rows;
 #if E
     Routing routing;
 #endif
 };
+// Two-byte elements that a warp can receive at a time.
+#if E
+#define AREA ((sizeof(u16) * (2 * CHUNK * STRIDE) > sizeof(u16) * COLS * A * F ? 2 * CHUNK * STRIDE : COLS * A * F) / WARPS)
+#else
+#define AREA (2 * CHUNK * STRIDE / WARPS)
+#endif
 static_assert(sizeof(Layer) == 192, "as the host packs it");
 static_assert(sizeof(Shared) <= SHARED_BYTES, "as the host counts it");
 
@@ -102,7 +118,11 @@ struct Self {
     u32 tag;                  // of the layer's elements
     int patience;             // polls left before something must be wrong
     int buffer;               // of `sums`
+    int units;                // of 8 rows so far
+    u64 *stamps;
 };
 
 enum { TAGS_USED, SERIAL, RESTARTS, ARRIVED, STUCK, STUCK_BLOCK, STUCK_LAYER, STUCK_PHASE, STUCK_THREAD };
-enum { QKV, ATTEND, COMBINE, OUT, UP, ROUTE, DOWN, NORM, STAMPS };
+enum { QKV, ATTEND, COMBINE, OUT, UP, ROUTE, DOWN, NORM, TOKENS_HERE, HEADS_HERE, CHUNK_DONE, PARTS_HERE, ROWS_HERE,
+       SCORES_HERE, TABLES_DONE, ACTS_HERE, STAMPS };
+enum { ROWS_QKV, PAIRS_OUT, ROWS_ROUTER, ROWS_SHARED, ROWS_UP, PAIRS_DOWN, PAIRS_SHARED, KINDS };

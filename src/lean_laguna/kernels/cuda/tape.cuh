@@ -4,6 +4,8 @@
 // waits for other blocks, what comes next is on its way. A lane copies and reads its own 16 bytes of an item: 8 weight
 // rows times 32 columns of each warp's part of K. Every group of GROUP items is a group of the copy engine's, an empty
 // one where nothing can be issued, so at least GROUPS - 1 later ones exist whenever a group is taken.
+// A run is 8 rows of D columns, or 16 rows of any length, 8 and 8 in turn. Each warp lays out up to 32 runs of one
+// kind at a time, a lane each.
 #pragma once
 #include "step_types.cuh"
 
@@ -13,104 +15,117 @@
 #define KNOWN 0
 #endif
 
-// A stretch of the tape, one lane's: 8 rows of D columns, or 16 rows of any length, 8 and 8 in turn.
-struct Run {
-    const u16 *from;
-    u32 odd, left;                    // offset of odd items; groups
-};
-DEVICE Run rows_run(const u16 *weight, int row, int warp, int t) {
-    return {weight + (size_t)row * D + warp * PART + 8 * t, 32, LOADS / GROUP};
-}
-DEVICE Run pair_run(const u16 *weight, int pair, int k, int warp, int g, int t) {
-    return {weight + (size_t)(pair * 16 + g) * k + warp * (k / WARPS) + 8 * t, 8u * k, (u32)k / 128 / GROUP};
-}
-
-// Units of the second half's first products, in their order: the router's 8 rows, the shared expert's 4 gate and
-// 4 up rows, those of every chosen expert; or a dense layer's. Nothing is left (0) past the last.
-DEVICE Run up_run(const Shared &s, const Layer &at, int unit, bool is_routed, int warp, int g, int t) {
-    const int row4 = g & 3;
+// Start of the run of a unit (of rows or pairs, of its kind) or slot; also the kind's row length and the distance of
+// its second four rows. Null past the last.
+DEVICE const u16 *start_of_run(const Shared &s, const Layer &at, int kind, int unit, int slot, u32 &k, u32 &half) {
+    k = D, half = 4 * D;
+    if (kind == ROWS_QKV) return unit < at.width / 8 ? at.qkv + (size_t)unit * (8 * D) : 0;
+    if (kind == PAIRS_OUT) {
+        k = at.heads * P, half = 4 * k;
+        return unit < D / 16 ? at.out + (size_t)unit * (16 * k) : 0;
+    }
     if (!at.sparse) {
-        if (unit >= at.dense / 4) return {0, 0, 0};
-        return rows_run(at.gate_up, unit * 4 + row4 + (g < 4 ? 0 : at.dense), warp, t);
+        if (kind == ROWS_UP) half = at.dense * D;
+        if (kind == ROWS_UP) return unit < at.dense / 4 ? at.gate_up + (size_t)unit * (4 * D) : 0;
+        k = at.dense, half = 4 * k;
+        return kind == PAIRS_DOWN && unit < D / 16 ? at.down + (size_t)unit * (16 * k) : 0;
     }
 #if E
-    if (unit < E / 8) return rows_run(at.router, unit * 8 + g, warp, t);
-    if (unit < KNOWN) return rows_run(at.router, E + (unit - E / 8) * 4 + row4 + (g < 4 ? 0 : FS), warp, t);
-    const int index = unit - KNOWN;
-    if (is_routed && index < s.routing.num_slots * (F / 4)) {
-        const u16 *expert = at.gate_up + (size_t)s.routing.experts[index / (F / 4)] * (2 * F * D);
-        return rows_run(expert, index % (F / 4) * 4 + row4 + (g < 4 ? 0 : F), warp, t);
+    const Routing &r = s.routing;
+    if (kind == ROWS_ROUTER) return unit < E / 8 ? at.router + (size_t)unit * (8 * D) : 0;
+    if (kind == ROWS_SHARED) {
+        half = FS * D;
+        return unit < KNOWN ? at.router + (size_t)(E + (unit - E / 8) * 4) * D : 0;
     }
+    if (kind == ROWS_UP) {
+        half = F * D;
+        const int index = unit - KNOWN;
+        if (index >= r.num_slots * (F / 4)) return 0;
+        return at.gate_up + (size_t)r.experts[index / (F / 4)] * (2 * F * D) + (size_t)(index % (F / 4)) * (4 * D);
+    }
+    k = kind == PAIRS_DOWN ? F : FS, half = 4 * k;
+    if (unit >= D / 16) return 0;
+    if (kind == PAIRS_SHARED) return slot == 0 ? at.shared_down + (size_t)unit * (16 * FS) : 0;
+    return slot < r.num_slots ? at.down + (size_t)r.experts[slot] * (D * F) + (size_t)unit * (16 * F) : 0;
+#else
+    return 0;
 #endif
-    return {0, 0, 0};
 }
 
-// Find the warp's next run. Nothing left: the tape has ended, or what comes is not known yet.
-NOT_INLINED Run find_run(Shared &s, int thread, int block, int grid) {
-    const int warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
+// Lay out the warp's next batch of runs: none where the tape has ended or what comes is not known yet.
+NOT_INLINED void lay_out(Shared &s, int thread, int block, int grid) {
+    const int warp = thread >> 5, lane = thread & 31;
     Place place = s.places[warp];
-    Run run = {0, 0, 0};
-    while (run.left == 0 && place.layer < LAYERS) {
+    place.count = 0;
+    while (place.count == 0 && place.layer < LAYERS) {
         const Layer &at = s.layers[place.layer];
-        bool is_last_of_unit = true;
-        if (place.phase == QKV) {
-            if (place.unit < at.width / 8) run = rows_run(at.qkv, place.unit * 8 + g, warp, t);
-        } else if (place.phase == UP) {
-            run = up_run(s, at, place.unit, s.routed == place.layer, warp, g, t);
-            if (run.left == 0 && at.sparse && s.routed != place.layer) break;
-        } else if (place.unit < D / 16) {
-            if (place.phase == OUT)
-                run = pair_run(at.out, place.unit, at.heads * P, warp, g, t);
-            else if (!at.sparse)
-                run = pair_run(at.down, place.unit, at.dense, warp, g, t);
-#if E
-            else if (place.slot < s.routing.num_slots) {
-                const u16 *expert = at.down + (size_t)s.routing.experts[place.slot++] * (D * F);
-                run = pair_run(expert, place.unit, F, warp, g, t);
-                is_last_of_unit = false;
-            } else {
-                run = pair_run(at.shared_down, place.unit, FS, warp, g, t);
-                place.slot = 0;
-            }
-#endif
+        const int kind = place.kind;
+        if (kind == ROWS_UP && at.sparse && s.routed != place.layer) break;
+        const bool is_by_slot = at.sparse && kind >= PAIRS_DOWN;
+        const int unit = is_by_slot ? place.unit : place.unit + lane * grid;
+        const u16 *start = start_of_run(s, at, kind, unit, place.slot + lane, place.k, place.half);
+        s.starts[warp][lane] = start;
+        place.count = bits_set(lanes_where(start != 0));
+        place.is_pair = kind == PAIRS_OUT || kind >= PAIRS_DOWN;
+        if (is_by_slot)
+            place.slot += place.count;
+        else
+            place.unit += place.count * grid;
+        if (place.count > 0) continue;
+        place.slot = 0;
+        if (is_by_slot && kind == PAIRS_SHARED && place.unit + grid < D / 16) {
+            place.unit += grid, place.kind = PAIRS_DOWN;
+            continue;
         }
-        if (run.left == 0) {
-            place.unit = block;
-            if (place.phase == DOWN) place.layer++;
-            place.phase = place.phase == QKV ? OUT : place.phase == OUT ? UP : place.phase == UP ? DOWN : QKV;
-        } else if (is_last_of_unit)
-            place.unit += grid;
+        // The router's units, the shared expert's and the routed ones are numbered through; so are a pair's two kinds.
+        if (kind != ROWS_ROUTER && kind != ROWS_SHARED && !(is_by_slot && kind == PAIRS_DOWN)) place.unit = block;
+        if (kind == PAIRS_OUT || kind == PAIRS_SHARED) place.unit = block;
+        place.kind = kind + 1 == KINDS ? 0 : kind + 1;
+        place.layer += kind + 1 == KINDS;
+        if (place.kind == ROWS_ROUTER && !at.sparse) place.kind = ROWS_UP;
     }
     __syncwarp();
     s.places[warp] = place;
     __syncwarp();
-    return run;
 }
 
 struct Tape {
     Shared &s;
     u16 *ring;                        // this thread's
-    Run run;
+    const u16 *from;                  // of the run's next group
+    u32 odd, even, offset;            // of odd items, of each two, of this lane in a run
+    int left, run, runs, length;      // groups left in the run; runs taken and laid out; groups of each
     int write, read, owed, taken;     // groups
 
     METHOD void start(Self &self) {
-        run.left = write = read = owed = taken = 0;
-        if (self.lane == 0) s.places[self.warp] = {0, QKV, self.block, 0};
+        from = 0, odd = even = offset = 0;
+        left = run = runs = length = write = read = owed = taken = 0;
+        if (self.lane == 0) s.places[self.warp] = {0, ROWS_QKV, self.block, 0, 0, 0, 0, 0};
         __syncwarp();
 #pragma unroll 1
         for (int i = 0; i < GROUPS; i++) issue(self);
     }
-    METHOD bool copy(Self &self) {
-        if (run.left == 0) {
-            run = find_run(s, self.thread, self.block, self.grid);
-            if (run.left == 0) return false;
+    METHOD bool next_run(Self &self) {
+        if (run == runs) {
+            lay_out(s, self.thread, self.block, self.grid);
+            const Place &place = s.places[self.warp];
+            run = 0, runs = place.count;
+            if (runs == 0) return false;
+            const u32 k = place.k;
+            offset = (self.g & 3) * k + (self.g >> 2) * place.half + self.warp * (k / WARPS) + 8 * self.t;
+            odd = place.is_pair ? 8 * k : 32, even = place.is_pair ? 32 : 64;
+            length = k / (place.is_pair ? 128 : 256) / GROUP;
         }
-        const bool is_pair = run.odd != 32;
-        const u32 even = is_pair ? 32 : 64;
+        from = s.starts[self.warp][run++] + offset;
+        left = length;
+        return true;
+    }
+    METHOD bool copy(Self &self) {
+        if (left == 0 && !next_run(self)) return false;
         u16 *to = ring + write * (GROUP * ITEM);
 #pragma unroll
-        for (int i = 0; i < GROUP; i++) stream_item(to + i * ITEM, run.from + ((i & 1) * run.odd + (i >> 1) * even));
-        run.from += (GROUP / 2) * even, run.left--;
+        for (int i = 0; i < GROUP; i++) stream_item(to + i * ITEM, from + ((i & 1) * odd + (i >> 1) * even));
+        from += (GROUP / 2) * even, left--;
         write = write + 1 == GROUPS ? 0 : write + 1;
         return true;
     }
@@ -130,9 +145,9 @@ struct Tape {
     // Take the oldest group, and issue another in its place.
     METHOD void take(uint4 (&w)[GROUP], Self &self) {
         wait_for_stream<GROUPS - 1>();
-        const u16 *from = ring + read * (GROUP * ITEM);
+        const u16 *at = ring + read * (GROUP * ITEM);
 #pragma unroll
-        for (int i = 0; i < GROUP; i++) w[i] = *(const uint4 *)(from + i * ITEM);
+        for (int i = 0; i < GROUP; i++) w[i] = *(const uint4 *)(at + i * ITEM);
         read = read + 1 == GROUPS ? 0 : read + 1;
         taken++;
         issue(self);

@@ -24,7 +24,7 @@ SLIDING = AttentionShape(8, J, P, P, window=70)
 
 
 class Model:
-    """A dense full layer, a sparse sliding one and a sparse full one, and what a step reads."""
+    """A dense full layer and a sparse sliding one, and what a step reads."""
 
     def __init__(self, draw, poisoned, device):
         self.draw, self.poisoned, self.device = draw, poisoned, device
@@ -33,11 +33,7 @@ class Model:
             FULL: rotary_tables(inverse[:32], MAX_LEN, 1.2, torch.bfloat16),
             SLIDING: rotary_tables(inverse, MAX_LEN, 1.0, torch.bfloat16),
         }
-        self.layers = (
-            self.layer(FULL, self.dense()),
-            self.layer(SLIDING, self.sparse()),
-            self.layer(FULL, self.sparse()),
-        )
+        self.layers = (self.layer(FULL, self.dense()), self.layer(SLIDING, self.sparse()))
         self.embed, self.norm = draw(V, D), draw(D, scale=0.1) + 1
         blocks = MAX_LEN // PAGE
         self.table = torch.zeros(16, blocks, dtype=torch.int32, device=device)
@@ -78,7 +74,7 @@ class Model:
         size = (3 * MAX_LEN // PAGE + 1, PAGE, J, P)
         return [(self.poisoned(*size), self.poisoned(*size)) for _ in self.layers]
 
-    def kernel(self, caches, cols=8, **options):
+    def kernel(self, caches, cols=8):
         """A step, with taps of all layers."""
         self.normed = self.poisoned(16, D)
         self.taps = self.poisoned(16, len(self.layers), D)
@@ -95,7 +91,8 @@ class Model:
             eps=EPS,
             cols=cols,
             taps=[self.taps[:, i] for i in range(len(self.layers))],
-            options={"PATIENCE": 100_000, **options},
+            # Few keys a task and a short ring, so that small tests cross both.
+            options={"PATIENCE": 100_000, "CHUNK": 64, "RING": 6},
         )
 
     def place(self, tokens, firsts):
@@ -174,21 +171,20 @@ def filled(model):
     return caches
 
 
-@pytest.mark.parametrize(("cols", "options"), [(8, {"CHUNK": 64, "RING": 6}), (16, {})])
-def test_a_row_keeps_its_bits_among_others(model, cols, options):
+def test_a_row_keeps_its_bits_among_others(model):
     caches = filled(model)
-    kernel = model.kernel(caches, cols, **options)
+    kernel = model.kernel(caches)
     # Full layers cross a split of 256 keys, sliding ones two windows.
-    tokens, first = torch.randint(V, (5,)).tolist(), 254
+    tokens, first = torch.randint(V, (4,)).tolist(), 254
     alone = [model.run(kernel, [[t]], [first + i]) for i, t in enumerate(tokens)]
     together = model.run(kernel, [tokens], [first])
-    wider = model.kernel(caches, 16, **options)
+    wider = model.kernel(caches, 16)
     model.table[:3] = model.table[:3].roll(1, 0)
-    beside = model.run(wider, [[1, 2, 3, 4], tokens, [5] * (cols // 8)], [7, first, 511])
+    beside = model.run(wider, [[1, 2, 3, 4], tokens, [5] * 3], [7, first, 511])
     for i in range(2):
         expected = torch.cat([a[i] for a in alone]).view(torch.int16)
         assert torch.equal(together[i].view(torch.int16), expected)
-        assert torch.equal(beside[i][4:9].view(torch.int16), expected)
+        assert torch.equal(beside[i][4:8].view(torch.int16), expected)
 
 
 def test_tags_start_anew_before_they_run_out(model):
@@ -196,7 +192,7 @@ def test_tags_start_anew_before_they_run_out(model):
     tokens = [[3, 1, 4]]
     expected = model.run(kernel, tokens, [0])
     model.workspace.state[0] = 65530
-    for used in (65533, 3, 6):
+    for used in (65532, 65534, 2, 4):
         for mine, theirs in zip(model.run(kernel, tokens, [0]), expected, strict=True):
             assert torch.equal(mine, theirs)
         assert model.workspace.state[0].item() == used
