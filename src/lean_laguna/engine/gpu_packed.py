@@ -69,7 +69,8 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
     bits = weight.scheme.num_bits
     order: Order = "pairs" if pairs and bits == 4 else "lanes"
     rows, columns = weight.shape[-2:]
-    if weight.order == order or not fits(bits, order, rows, columns):
+    has_more = weight.zero_points is not None or weight.column_groups is not None
+    if weight.order == order or has_more or not fits(bits, order, rows, columns):
         return weight
     codes = weight.codes.view(torch.uint8)
     for expert in codes if codes.dim() == 3 else [codes]:
@@ -95,21 +96,32 @@ class WeightStore:
         decoded: Names of what had to be decoded to be laid side by side.
     """
 
-    def __init__(self, module: nn.Module, packed: dict[str, PackedWeight], dtype: torch.dtype):
+    def __init__(
+        self,
+        module: nn.Module,
+        packed: dict[str, PackedWeight],
+        dtype: torch.dtype,
+        *,
+        is_by_lane: bool = False,
+    ):
         """Take the linears of a module.
 
         Args:
             module: Its parameters become views of joint weights.
             packed: By parameter name; those laid side by side become views as well.
             dtype: The model's.
+            is_by_lane: Lay codes out for the CUDA C++ step, in place, where the shape allows.
         """
+        self._is_by_lane = is_by_lane
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._packed, self._dtype = packed, dtype
         self.decoded: list[str] = []
 
-    def one(self, name: str) -> Weight:
-        """Return a weight as it is."""
+    def one(self, name: str, *, pairs: bool = False) -> Weight:
+        """Return a weight as it is; ``pairs``: its product adds to the residual stream."""
         if name in self._packed:
+            if self._is_by_lane:
+                self._packed[name] = in_lane_order(self._packed[name], pairs=pairs)
             return to_kernels(self._packed[name], self._dtype)
         return self._parameters[name].detach().contiguous()
 
@@ -143,6 +155,7 @@ class WeightStore:
             except ValueError:
                 pass
             else:
+                whole = in_lane_order(whole) if self._is_by_lane else whole
                 self._packed.update(zip(names, split_rows(whole), strict=True))
                 return to_kernels(whole, self._dtype)
         self.decoded += [name for name in names if name in self._packed]

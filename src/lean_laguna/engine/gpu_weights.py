@@ -90,12 +90,15 @@ def _why_not_drafter(config: DFlashConfig) -> str | None:
     return None
 
 
-def target_weights(target: LagunaForCausalLM, max_positions: int) -> TargetWeights:
+def target_weights(
+    target: LagunaForCausalLM, max_positions: int, *, is_by_lane: bool = False
+) -> TargetWeights:
     """Lay a target's weights out for the kernels, in place.
 
     Args:
         target: The module; its parameters become views.
         max_positions: Positions of the rotary tables.
+        is_by_lane: Packed codes in the order that the CUDA C++ step takes, where the shape allows.
     """
     from lean_laguna.kernels.triton.weights import TargetWeights
 
@@ -106,7 +109,7 @@ def target_weights(target: LagunaForCausalLM, max_positions: int) -> TargetWeigh
     }
     # Not under inference mode, whose tensors could never be trained on.
     with torch.inference_mode(False), torch.no_grad():
-        store = WeightStore(target, target.packed_weights, embed.dtype)
+        store = WeightStore(target, target.packed_weights, embed.dtype, is_by_lane=is_by_lane)
         layers = tuple(
             _target_layer(config, i, layer, tables[config.layer_types[i]], store)
             for i, layer in enumerate(target.layers)
@@ -139,7 +142,9 @@ def _target_layer(
     norm, mlp, own = layer.post_attention_layernorm.weight.detach(), layer.mlp, f"{prefix}mlp."
     if isinstance(mlp, MLP):
         joint = store.joint(f"{own}gate_proj.weight", f"{own}up_proj.weight")
-        return LayerWeights(attention, DenseWeights(norm, joint, store.one(f"{own}down_proj.weight")), rotary)
+        return LayerWeights(
+            attention, DenseWeights(norm, joint, store.one(f"{own}down_proj.weight", pairs=True)), rotary
+        )
     return LayerWeights(attention, _sparse(config, mlp, norm, own, store), rotary)
 
 
@@ -157,7 +162,7 @@ def _attention(
         gate=store.one(names[-1]) if is_apart else None,
         q_norm=module.q_norm.weight.detach(),
         k_norm=module.k_norm.weight.detach(),
-        out=store.one(f"{prefix}o_proj.weight"),
+        out=store.one(f"{prefix}o_proj.weight", pairs=True),
     )
 
 
@@ -175,8 +180,8 @@ def _sparse(
         shared_gate_up=store.joint(*pair) if is_apart else None,
         bias=mlp.gate.e_score_correction_bias.detach().float().contiguous(),
         gate_up=store.one(f"{prefix}experts.gate_up_proj"),
-        down=store.one(f"{prefix}experts.down_proj"),
-        shared_down=store.one(f"{shared}down_proj.weight"),
+        down=store.one(f"{prefix}experts.down_proj", pairs=True),
+        shared_down=store.one(f"{shared}down_proj.weight", pairs=True),
         top_k=config.num_experts_per_tok,
         scaling=config.moe_routed_scaling_factor,
         softcap=config.router_logit_softcapping,

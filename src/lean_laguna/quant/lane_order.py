@@ -1,9 +1,9 @@
 """Orders of codes in memory: rows as checkpoints have them, and as the lanes of a GPU's warp take them.
 
-A lane multiplies eight columns at a time, every fourth eight of a row; in lane order the codes of 16 bytes are all of
-one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8; element e of four bytes holding n codes
-lies at place e / 2 + (e % 2) * n / 2. ``pairs``, 4 bits only: 16 rows together, as eight warps take eight parts of K;
-a lane's 16 bytes are 16 columns of a row and of the row eight below.
+A lane multiplies eight columns at a time, every fourth eight of a row; in lane order the codes of 16 bytes
+are all of one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8; element e of four bytes
+that hold n codes lies at place e / 2 + (e % 2) * n / 2. ``pairs``, 4 bits only: 16 rows together, as eight warps
+take eight parts of K; a lane's 16 bytes are 16 columns of a row and of the row eight below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def reordered(codes: Tensor, bits: int, order: Order) -> Tensor:
     chunks = _placed(codes, bits)
     if order == "lanes":
         groups = 4 if bits == 4 else 2
-        return chunks.unflatten(1, (-1, groups, 4)).transpose(2, 3).reshape(codes.shape)
+        turned: Tensor = chunks.unflatten(1, (-1, groups, 4)).transpose(2, 3)
+        return turned.reshape(codes.shape)
     parts = chunks.view(-1, 2, 8, WARPS, chunks.shape[1] // (WARPS * 8), 2, 4, 4)
     return parts.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(codes.shape)
 
@@ -54,15 +55,19 @@ def _placed(codes: Tensor, bits: int) -> Tensor:
     """Return chunks of eight columns [N, K / 8, bytes], their elements in place."""
     words = codes.unflatten(1, (-1, 4))
     if bits == 8:
-        return words[..., [0, 2, 1, 3]].flatten(1).unflatten(1, (-1, 8))
+        placed: Tensor = words[..., [0, 2, 1, 3]].flatten(1).unflatten(1, (-1, 8))
+        return placed
     low, high = words & 15, words >> 4
     halves = torch.stack((low, high), 2).unflatten(-1, (2, 2))
-    return (halves[..., 0] | halves[..., 1] << 4).flatten(2)
+    both: Tensor = (halves[..., 0] | halves[..., 1] << 4).flatten(2)
+    return both
 
 
 def _natural(chunks: Tensor, bits: int) -> Tensor:
     if bits == 8:
-        return chunks.unflatten(-1, (2, 4))[..., [0, 2, 1, 3]].flatten(2)
+        natural: Tensor = chunks.unflatten(-1, (2, 4))[..., [0, 2, 1, 3]].flatten(2)
+        return natural
     halves = chunks.unflatten(-1, (2, 2))
     nibbles = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    return nibbles[..., 0, :] | nibbles[..., 1, :] << 4
+    both: Tensor = nibbles[..., 0, :] | nibbles[..., 1, :] << 4
+    return both

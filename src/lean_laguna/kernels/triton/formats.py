@@ -175,10 +175,7 @@ def _ordered_codes(
         at = row * (K // 8) + (chunk // 16 * 16 + chunk % 4 * 4 + chunk // 4 % 4)
     else:
         at = row * (K // 4) + (chunk // 8 * 16 + chunk % 4 * 4 + chunk // 4 % 2 * 2 + k // 4 % 2)
-    if EVEN:
-        word = tl.load(words + at)
-    else:
-        word = tl.load(words + at, mask=k < K, other=0)
+    word = tl.load(words + at) if EVEN else tl.load(words + at, mask=k < K, other=0)
     e = tl.arange(0, CODES)
     shift = (e // 2 + e % 2 * (CODES // 2)) * BITS
     code = (word[:, :, :, None] >> shift[None, None, None, :]) & ((1 << BITS) - 1)
