@@ -51,18 +51,18 @@ struct Staged {
     enum { PIECES = CHUNK * (P / 8) / THREADS, ROWS = THREADS / (P / 8) };
     uint4 keys[PIECES], values[PIECES];
     u32 slots[PIECES];                // in the cache, ~0 for a key that is not there
-    METHOD void find(const Task &task, const Layer &at, int from, Self &self) {
+    METHOD void find(const Task &task, const Layer &at, int from, bool is_wanted, Self &self) {
         const int low = at.window > 0 ? max(task.first - at.window + 1, 0) : 0;
         const int *table = at.table + (size_t)task.request * at.table_stride;
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
             const int key = from + self.thread / (P / 8) + n * ROWS;
-            const bool is_old = key >= low && key < task.first;
+            const bool is_old = is_wanted && key >= low && key < task.first;
             slots[n] = is_old ? (u32)table[key / KV_BLOCK] * KV_BLOCK + key % KV_BLOCK : ~0u;
         }
     }
     METHOD void copy(const Task &task, const Layer &at, Self &self) {
-        find(task, at, task.from, self);
+        find(task, at, task.from, true, self);
         const int k = self.thread / (P / 8), d = self.thread % (P / 8) * 8;
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
@@ -73,8 +73,8 @@ struct Staged {
             copy_async(self.s.values + to, at.v_cache + place, slots[n] != ~0u);
         }
     }
-    METHOD void load(const Task &task, const Layer &at, int from, Self &self) {
-        find(task, at, from, self);
+    METHOD void load(const Task &task, const Layer &at, int from, bool is_wanted, Self &self) {
+        find(task, at, from, is_wanted, self);
         const int d = self.thread % (P / 8) * 8;
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
@@ -295,34 +295,49 @@ DEVICE void send_parts(const Running &run, const Task &task, const Layer &at, u3
     }
 }
 
-// The block's tasks of a layer; the first chunk of the first one is staged already.
+DEVICE Running nothing_seen() {
+    Running run;
+    run.peak = run.peak8 = -INF, run.total = run.total8 = 0.0f;
+    for (int n = 0; n < SLICE / 8; n++)
+        for (int i = 0; i < 4; i++) run.acc[n][i] = 0.0f;
+    return run;
+}
+
+// The block's tasks of a layer, chunk by chunk; the first chunk is staged already, and each following one is loaded
+// while the one before it is worked on.
 DEVICE void attend(const Layer &at, u32 *parts, u32 serial, float eps, float scale, Self &self) {
-    Task task;
-    bool is_staged = true;
+    Task task, next;
+    int index = self.block;
+    if (!find_task(task, index, at, self.s.rows)) return;
+    Running run = nothing_seen();
+    int from = task.from;
 #pragma unroll 1
-    for (int index = self.block; find_task(task, index, at, self.s.rows); index += self.grid) {
-        Running run;
-        run.peak = run.peak8 = -INF, run.total = run.total8 = 0.0f;
-        for (int n = 0; n < SLICE / 8; n++)
-            for (int i = 0; i < 4; i++) run.acc[n][i] = 0.0f;
-#pragma unroll 1
-        for (int from = task.from; from < task.to; from += CHUNK) {
-            if (!is_staged) {
-                Staged staged;
-                staged.load(task, at, from, self);
-                __syncthreads();
-                staged.store(task, from, self);
-            }
-            stage_heads(task, at, from, eps, self);
-            __syncthreads();
-            mark(self, HEADS_HERE);
-            attend_chunk(run, task, at, from, scale, self);
-            is_staged = false;
+    while (true) {
+        const bool is_last = from + CHUNK >= task.to;
+        bool is_more = true;
+        int next_from = from + CHUNK;
+        next = task;
+        if (is_last) {
+            index += self.grid;
+            is_more = find_task(next, index, at, self.s.rows);
+            next_from = next.from;
         }
-        send_parts(run, task, at, parts, serial, self);
-        mark(self, CHUNK_DONE);
-        // Other rows are received where the keys are.
+        Staged staged;
+        staged.load(next, at, next_from, is_more, self);
+        stage_heads(task, at, from, eps, self);
         __syncthreads();
+        mark(self, HEADS_HERE);
+        attend_chunk(run, task, at, from, scale, self);
+        if (is_last) {
+            send_parts(run, task, at, parts, serial, self);
+            run = nothing_seen();
+            mark(self, CHUNK_DONE);
+        }
+        // The keys' place is free: for the next chunk, or for other rows.
+        __syncthreads();
+        if (!is_more) break;
+        staged.store(next, next_from, self);
+        task = next, from = next_from;
     }
 }
 
