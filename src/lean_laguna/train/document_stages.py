@@ -99,7 +99,7 @@ def run_documents(
         min_supervised=loaded.min_supervised,
         tokenizer_sha256=sha256_file(target_folder / "tokenizer.json"),
     )
-    kept, held_out = _split(found, loaded)
+    kept, held_out = split_documents(found, loaded)
     packed = pack(kept, loaded.length)
     provenance = {"target_sha256": checkpoint_hash(target_folder), "data_sha256": sha256_file(documents)}
     open_run(options.work, {"recipe": asdict(loaded), **provenance}, options.resume)
@@ -137,7 +137,9 @@ def run_documents(
     return figures
 
 
-def _split(documents: list[Document], recipe: DrafterRecipe) -> tuple[list[Document], list[Document]]:
+def split_documents(
+    documents: list[Document], recipe: DrafterRecipe
+) -> tuple[list[Document], list[Document]]:
     """Hold out a share of the documents, two at least, spread evenly."""
     if len(documents) < 4:
         raise DataError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError, nearest
@@ -11,7 +10,6 @@ from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import load_drafter, make_drafter
-from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.recipe import DrafterRecipe
 
@@ -70,11 +68,8 @@ def build_drafter(
         ConfigError: As for :func:`check_start`.
     """
     config = check_start(recipe, target.config, where)
-    generator = torch.Generator().manual_seed(recipe.seed)
     drafter = make_drafter(config)
-    drafter.init_weights(generator=generator)
-    if isinstance(drafter, DSparkDrafter) and recipe.heads_std > 0:
-        nn.init.normal_(drafter.markov_w2, std=recipe.heads_std, generator=generator)
+    drafter.init_weights(generator=torch.Generator().manual_seed(recipe.seed))
     if recipe.warm_start:
         theirs = load_drafter(resolve_model(recipe.warm_start), target.config).state_dict()
         mine = drafter.state_dict()

@@ -193,7 +193,6 @@ class DrafterRecipe:
         model: The drafter's config.json keys, read by ``DFlashConfig.from_dict``.
         terms: What the loss is made of.
         warm_start: Name or folder of a drafter whose weights are taken where the new one has the same.
-        heads_std: Of DSpark's second table where it starts anew; at 0 the bias starts without effect.
         batch_rows: Sequences per step.
         accumulate: Batches whose gradients are averaged before each step.
         attention: ``dense``, ``sdpa``, ``flex``, or ``auto``: the faster of the first two on this machine.
@@ -219,7 +218,6 @@ class DrafterRecipe:
     selfgen: SelfgenRecipe
     terms: LossTerms = LossTerms()
     warm_start: str = ""
-    heads_std: float = 0.0
     batch_rows: int = 64
     accumulate: int = 1
     attention: str = "auto"

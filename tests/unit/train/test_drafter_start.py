@@ -87,10 +87,3 @@ def test_a_confidence_term_needs_its_head(target):
 def test_a_word_that_nothing_knows_is_refused(target, changes, message):
     with pytest.raises(ConfigError, match=message):
         check_start(dataclasses.replace(drafter_recipe(), **changes), target.config, "test")
-
-
-def test_heads_may_begin_with_an_effect(target, dflash):
-    recipe = drafter_recipe(model=SPARK, warm_start=str(dflash[1]), heads_std=0.5)
-    drafter = build_drafter(recipe, target, CPU, "test")
-    assert float(drafter.markov_w2.detach().std()) == pytest.approx(0.5, rel=0.1)
-    assert torch.equal(drafter.fc.weight, dflash[0].fc.weight)
