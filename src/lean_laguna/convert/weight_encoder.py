@@ -23,7 +23,7 @@ from lean_laguna.quant.scratch import Scratch
 
 # Weights that are held at a time: what fits a core's cache, or keeps a device busy; whole blocks and words of
 # every scheme.
-_PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 17, 1 << 24, 128
+_PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 18, 1 << 24, 128
 _ANYTHING = torch.empty(0)  # on the CPU
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -55,7 +55,8 @@ def encode(weight: Tensor, divisor: Tensor, scratch: Scratch | None = None) -> t
     largest = groups.amax(-1).view(weight.dtype)
     wanted = (divisor * (largest / E2M1_MAX)).clamp_(max=E4M3_MAX)
     scales = F.threshold(wanted, _ROUNDS_TO_ZERO, _LEAST_SCALE).to(torch.float8_e4m3fn)
-    factors = _E4M3_VALUES.to(weight.device)[scales.view(torch.uint8).int()] / divisor
+    codes = scales.view(torch.uint8).int().view(-1)
+    factors = _E4M3_VALUES.to(weight.device).index_select(0, codes).view(scales.shape) / divisor
     values = scratch.take("values", weight.shape, weight, torch.float32).copy_(weight)
     values.unflatten(-1, (-1, NVFP4_GROUP)).div_(factors.unsqueeze(-1))
     return pack_halves(round_to_e2m1(values, scratch)), scales
