@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lean_laguna.quant.scaling import largest_by_tile, quotients
+from lean_laguna.quant.scaling import largest_by_tile, over, quotients
 from lean_laguna.quant.scheme import WeightScheme
 from lean_laguna.quant.scratch import Scratch
 
@@ -24,7 +24,7 @@ def encode(weight: Tensor, scheme: WeightScheme, scratch: Scratch | None = None)
         Codes [N, K] float8_e4m3fn; scales in the weight's dtype and the scheme's shape.
     """
     scratch = scratch or Scratch()
-    scales = largest_by_tile(weight, scheme, scratch) / E4M3_MAX
+    scales = over(largest_by_tile(weight, scheme, scratch), E4M3_MAX)
     scales[scales == 0] = torch.finfo(scales.dtype).eps
     # Their zero point of 0 is added, which turns -0 into +0.
     values = quotients(weight, scales, scheme, scratch).add_(0.0)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.quant.halves import pack_halves, unpack_halves
-from lean_laguna.quant.scaling import largest_by_tile, quotients, tiled
+from lean_laguna.quant.scaling import largest_by_tile, over, quotients, tiled
 from lean_laguna.quant.scheme import WeightScheme
 from lean_laguna.quant.scratch import Scratch
 
@@ -34,11 +34,11 @@ def encode(
     least, most = -(2.0 ** (scheme.num_bits - 1)), 2.0 ** (scheme.num_bits - 1) - 1
     zero: Tensor | None = None
     if scheme.symmetric:
-        scales = largest_by_tile(weight, scheme, scratch) / ((most - least) / 2)
+        scales = over(largest_by_tile(weight, scheme, scratch), (most - least) / 2)
     else:
         tiles = tiled(weight, scheme)
         low, high = tiles.amin((1, 3)).clamp(max=0), tiles.amax((1, 3)).clamp(min=0)
-        scales = (high - low) / (most - least)
+        scales = over(high - low, most - least)
         # Groups of zeros divide zero by zero; their zero point is 0.
         zero = (least - low / scales).clamp(least, most).nan_to_num(0.0)
     scales[scales == 0] = torch.finfo(scales.dtype).eps

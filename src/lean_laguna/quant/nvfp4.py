@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.quant.halves import pack_halves, unpack_halves
-from lean_laguna.quant.scaling import magnitude_bits
+from lean_laguna.quant.scaling import magnitude_bits, over
 from lean_laguna.quant.scheme import NVFP4_GROUP
 from lean_laguna.quant.scratch import Scratch
 
@@ -53,7 +53,7 @@ def encode(weight: Tensor, divisor: Tensor, scratch: Scratch | None = None) -> t
     scratch = scratch or Scratch()
     groups = magnitude_bits(weight, scratch).unflatten(-1, (-1, NVFP4_GROUP))
     largest = groups.amax(-1).view(weight.dtype)
-    wanted = (divisor * (largest / E2M1_MAX)).clamp_(max=E4M3_MAX)
+    wanted = (divisor * over(largest, E2M1_MAX)).clamp_(max=E4M3_MAX)
     scales = F.threshold(wanted, _ROUNDS_TO_ZERO, _LEAST_SCALE).to(torch.float8_e4m3fn)
     codes = scales.view(torch.uint8).int().view(-1)
     factors = _E4M3_VALUES.to(weight.device).index_select(0, codes).view(scales.shape) / divisor

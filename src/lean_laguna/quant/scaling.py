@@ -52,6 +52,11 @@ def largest_by_tile(weight: Tensor, scheme: WeightScheme, scratch: Scratch) -> T
     return tiles.amax(3).amax(1).view(weight.dtype)
 
 
+def over(values: Tensor, number: float) -> Tensor:
+    """Return values over a number, rounded once: by a plain number, a GPU multiplies with the reciprocal."""
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
+
+
 def quotients(weight: Tensor, scales: Tensor, scheme: WeightScheme, scratch: Scratch) -> Tensor:
     """Return each weight [N, K] over its tile's entry of ``scales`` [A, B], rounded to the weight's type.
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from lean_laguna.quant.scaling import largest_by_tile, magnitude_bits, quotients, tile_size
+from lean_laguna.quant.scaling import largest_by_tile, magnitude_bits, over, quotients, tile_size
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, packed_integer
 from lean_laguna.quant.scratch import Scratch
 
@@ -48,3 +48,9 @@ def test_bits_of_magnitudes_order_as_the_magnitudes(dtype: torch.dtype) -> None:
     bits = magnitude_bits(weight, Scratch())
     assert torch.equal(bits.flatten().argsort(), weight.abs().flatten().argsort())
     assert torch.equal(bits.view(dtype), weight.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_division_by_a_number_is_rounded_once(dtype: torch.dtype) -> None:
+    values = torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(over(values, 448.0), (values.double() / 448.0).to(dtype))
