@@ -56,6 +56,7 @@ SAMPLED, FILTERED = {"temperature": 0.9}, {"temperature": 0.9, "top_k": 8, "top_
     [
         ("dspark", {}),
         ("shifted", SAMPLED),
+        ("fp8", SAMPLED),
         pytest.param("dspark", SAMPLED, marks=pytest.mark.slow),
         pytest.param("dspark", FILTERED, marks=pytest.mark.slow),
         pytest.param("shifted", FILTERED, marks=pytest.mark.slow),
@@ -78,7 +79,7 @@ def test_drafts_are_those_of_a_cpu(kind, options):
     (tokens, drafts), (expected_tokens, expected) = found
     assert tokens == expected_tokens
     assert drafts[: len(expected)] == expected
-    assert len(expected) > 2
+    assert len(expected) >= 2
 
 
 def said(engine, **options):

@@ -14,6 +14,7 @@ from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import make_drafter
+from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.tokenizer import Tokenizer
@@ -60,7 +61,8 @@ def toy_drafter(kind: str = "dflash", **heads: Any) -> DFlashDrafter:
     """Return a random drafter of one sliding layer with a block of 8.
 
     Args:
-        kind: ``dflash``, ``dspark`` or ``shifted``: a DSpark drafter whose blocks are bidirectional, too.
+        kind: ``dflash``, ``dspark``, ``fp8`` (DSpark, quantised) or ``shifted``: a DSpark drafter whose blocks
+            are bidirectional, too.
         heads: Changes to ``dspark_config``.
     """
     spark = {"markov_rank": 8, "greedy_biases": [0.5], "sampled_temperatures": [0.5, 2.0], **heads}
@@ -101,6 +103,8 @@ def toy_drafter(kind: str = "dflash", **heads: Any) -> DFlashDrafter:
         for weight in (drafter.markov_w2, drafter.confidence_weight, drafter.confidence_bias):
             if weight is not None:
                 torch.nn.init.normal_(weight, std=0.5, generator=generator)
+    if kind == "fp8":
+        quantise_drafter(drafter)
     return drafter.eval()
 
 

@@ -144,6 +144,8 @@ def _load(args: argparse.Namespace) -> LLM:
         options["speculative_config"] = {
             "model": drafter,
             "num_speculative_tokens": args.num_speculative_tokens,
+            **args.synthetic,
+            **args.drafter_options,
         }
     from lean_laguna.engine.llm import LLM
 

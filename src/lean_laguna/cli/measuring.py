@@ -102,7 +102,7 @@ def _engines(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[Side, Side]
         num_speculative_tokens=getattr(args, "num_speculative_tokens", "auto"),
         max_num_seqs=1,
         enable_prefix_caching=False,
-        synthetic=args.synthetic,
+        synthetic={**args.synthetic, **args.drafter_options},
         **options,
     )
     _check_prompts(drafting, plan)

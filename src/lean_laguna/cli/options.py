@@ -132,6 +132,8 @@ def apply_speculative_config(args: argparse.Namespace) -> None:
     config = SpeculativeConfig.parse(given)
     assert config is not None
     args.drafter, args.num_speculative_tokens = config.model, config.num_speculative_tokens
+    if config.quantization is not None:
+        args.drafter_options = {"quantization": config.quantization}
     if config.is_synthetic:
         args.synthetic = {
             "rejection_sample_method": config.rejection_sample_method,
@@ -151,7 +153,7 @@ def drafter_name(args: argparse.Namespace, *, is_required: bool) -> str | None:
         ConfigError: A drafter is required and none is known or wanted.
         CheckpointError: It is not on this machine.
     """
-    args.synthetic = {}
+    args.synthetic, args.drafter_options = {}, {}
     apply_speculative_config(args)
     if is_dummy(args) and args.drafter == AUTO:
         return "dummy" if is_required else None

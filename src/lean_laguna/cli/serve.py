@@ -196,6 +196,7 @@ def engine_options(args: argparse.Namespace, drafter: str | None) -> dict[str, A
             "model": drafter,
             "num_speculative_tokens": args.num_speculative_tokens,
             **args.synthetic,
+            **args.drafter_options,
         }
     return options
 

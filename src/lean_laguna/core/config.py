@@ -37,6 +37,8 @@ class SpeculativeConfig:
             of such tuples: each step draws one of them, and on the GPU's
             kernels a drafter with a confidence head knows which.
         synthetic_acceptance_length: In place of rates: mean tokens of a step, the target's own included.
+        quantization: ``fp8``: the drafter's linears are rounded to FP8 when loaded, a scale a row, and read so
+            by the GPU's kernels; other drafts now and then, never other output. None: as they are stored.
     """
 
     model: str
@@ -45,6 +47,7 @@ class SpeculativeConfig:
     rejection_sample_method: RejectionSampleMethod = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     synthetic_acceptance_length: float | None = None
+    quantization: Literal["fp8"] | None = None
 
     def __post_init__(self) -> None:
         """Refuse wrong values.
@@ -56,6 +59,10 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative config: 'model' must name a drafter, found {self.model!r}")
         if self.method not in (None, "dflash"):
             raise ConfigError(f"speculative config: 'method' must be 'dflash', found {self.method!r}")
+        if self.quantization not in (None, "fp8"):
+            raise ConfigError(
+                f"speculative config: 'quantization' must be 'fp8' or left out, found {self.quantization!r}"
+            )
         k = self.num_speculative_tokens
         if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
             raise ConfigError(

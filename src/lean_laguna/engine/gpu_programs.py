@@ -106,7 +106,7 @@ class StepPrograms:
         if drafter is not None and drafter.config.window is not None:
             self.draft_group = DRAFT_SLIDING_GROUP
         spark = self.drafter.spark if self.drafter is not None else None
-        self._walk = Walk.allocate(len(spark.bias), self.device) if spark is not None else None
+        self._walk = Walk.allocate(spark.bias.shape[0], self.device) if spark is not None else None
         self.prices = torch.zeros(2, MAX_ROWS + 1, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         self._whole: WholeSteps | None = None

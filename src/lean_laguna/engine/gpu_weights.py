@@ -20,7 +20,6 @@ from lean_laguna.models.dflash_layers import DFlashLayer
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.laguna_layers import MLP, Attention, DecoderLayer, SparseMoe
-from lean_laguna.models.packing import stack_rows
 from lean_laguna.models.rope import inverse_frequencies
 from lean_laguna.spec.confidence import Calibration
 
@@ -196,8 +195,15 @@ def drafter_weights(drafter: DFlashDrafter, max_positions: int) -> DrafterWeight
     config, modules = drafter.config, [layer for layer in drafter.layers if isinstance(layer, DFlashLayer)]
     rotary = _rotary(config.rope, config.head_dim, max_positions, drafter.norm)
     with torch.inference_mode(False), torch.no_grad():
-        layers = tuple(_draft_layer(config, layer, rotary) for layer in modules)
+        store = WeightStore(drafter, drafter.packed_weights, drafter.norm.dtype)
+        # Rows of keys and values, before joining makes views of what is packed.
+        context_kv = torch.cat([layer.self_attn.kv_weight() for layer in modules])
+        layers = tuple(_draft_layer(config, i, layer, rotary, store) for i, layer in enumerate(modules))
+        spark = _spark(drafter, store) if isinstance(drafter, DSparkDrafter) else None
         norms = torch.stack([layer.input_layernorm for layer in modules]) if config.norm_context else None
+        if drafter.norm.is_cuda:
+            for name in drafter.packed_weights:  # nobody else reads them there
+                drafter.get_parameter(name).data = drafter.norm.new_empty(0)
         return DrafterWeights(
             layers=layers,
             norm=drafter.norm.detach(),
@@ -205,15 +211,15 @@ def drafter_weights(drafter: DFlashDrafter, max_positions: int) -> DrafterWeight
             fc=_plain(drafter.fc.weight),
             hidden_norm=drafter.hidden_norm.detach(),
             context_norms=norms,
-            context_kv=torch.cat([layer.self_attn.kv_weight() for layer in modules]),
+            context_kv=context_kv,
             k_norms=torch.stack([layer.self_attn.k_norm for layer in modules]),
             mask_token=config.mask_token_id,
             eps=config.rms_norm_eps,
-            spark=_spark(drafter) if isinstance(drafter, DSparkDrafter) else None,
+            spark=spark,
         )
 
 
-def _spark(drafter: DSparkDrafter) -> SparkWeights:
+def _spark(drafter: DSparkDrafter, store: WeightStore) -> SparkWeights:
     from lean_laguna.kernels.triton.launch import MAX_ROWS
     from lean_laguna.kernels.triton.weights import SparkWeights
 
@@ -224,7 +230,7 @@ def _spark(drafter: DSparkDrafter) -> SparkWeights:
     weight = drafter.confidence_weight
     return SparkWeights(
         before=_plain(drafter.markov_w1),
-        bias=_plain(drafter.markov_w2),
+        bias=store.one("markov_w2"),
         confidence=None if weight is None else _plain(weight)[0],
         confidence_bias=None if bias is None else bias.detach(),
         scales=1.0 / torch.tensor([greedy[0], sampled[0]], device=device),
@@ -234,7 +240,13 @@ def _spark(drafter: DSparkDrafter) -> SparkWeights:
     )
 
 
-def _draft_layer(config: DFlashConfig, layer: DFlashLayer, rotary: tuple[Tensor, Tensor]) -> LayerWeights:
+def _draft_layer(
+    config: DFlashConfig,
+    index: int,
+    layer: DFlashLayer,
+    rotary: tuple[Tensor, Tensor],
+    store: WeightStore,
+) -> LayerWeights:
     from lean_laguna.kernels.triton.weights import AttentionWeights, DenseWeights, LayerWeights
 
     module = layer.self_attn
@@ -247,19 +259,20 @@ def _draft_layer(config: DFlashConfig, layer: DFlashLayer, rotary: tuple[Tensor,
         config.gating,
         causal=config.causal,
     )
-    projections = [module.qkv_proj.weight] + ([] if module.g_proj is None else [module.g_proj.weight])
+    prefix = f"layers.{index}."
+    projections = ["qkv_proj"] + ([] if module.g_proj is None else ["g_proj"])
     attention = AttentionWeights(
         shape=shape,
         input_norm=layer.input_layernorm.detach(),
-        qkv=stack_rows(projections),
+        qkv=store.joint(*(f"{prefix}self_attn.{name}.weight" for name in projections)),
         q_norm=module.q_norm.detach(),
         k_norm=module.k_norm.detach(),
-        out=_plain(module.o_proj.weight),
+        out=store.one(f"{prefix}self_attn.o_proj.weight"),
     )
     mlp = DenseWeights(
         layer.post_attention_layernorm.detach(),
-        _plain(layer.gate_up_proj.weight),
-        _plain(layer.down_proj.weight),
+        store.one(f"{prefix}gate_up_proj.weight"),
+        store.one(f"{prefix}down_proj.weight"),
     )
     return LayerWeights(attention, mlp, rotary)
 

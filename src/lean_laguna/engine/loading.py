@@ -15,6 +15,7 @@ from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dummy import (
     drafter_config,
     dummy_drafter,
@@ -133,6 +134,8 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     proposer = None
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
+        if config.speculative is not None and config.speculative.quantization is not None:
+            quantise_drafter(drafter)
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
@@ -163,6 +166,9 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     target = dummy_target(target_shape, dtype, device, scheme=scheme)
     proposer = None
     if drafter_shape is not None:
-        proposer = make_proposer(dummy_drafter(drafter_shape, dtype, device), target)
+        drafter = dummy_drafter(drafter_shape, dtype, device)
+        if config.speculative is not None and config.speculative.quantization is not None:
+            quantise_drafter(drafter)
+        proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, dummy_tokenizer(target_shape.vocab_size), proposer, config)

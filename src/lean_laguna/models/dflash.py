@@ -27,6 +27,7 @@ from lean_laguna.models.forward_batch import ForwardBatch
 from lean_laguna.models.kv_cache import KVCache, KVGroup
 from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
+from lean_laguna.quant.packed import PackedWeight
 
 DRAFT_FULL_GROUP = 2  # KV groups 0 and 1 are the target's
 DRAFT_SLIDING_GROUP = 3
@@ -40,6 +41,9 @@ class DFlashDrafter(nn.Module):
 
     Weights are fused as they are used (q|k|v, gate|up, one row of ``aux_hidden_norms`` per tap);
     ``drafter_checkpoint`` splits and joins them.
+
+    Attributes:
+        packed_weights: Codes and scales of quantised linears, by parameter name.
     """
 
     d2t: Tensor | None
@@ -58,6 +62,7 @@ class DFlashDrafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(own_vocab, dtype=torch.int64) if own_vocab else None)
         with torch.device("cpu"):  # a real table even where the weights are built on the meta device
             self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.packed_weights: dict[str, PackedWeight] = {}
         self._place = _places(config.layer_windows)
         self._passes: DraftPasses | None = None
         self._is_packed = False
@@ -274,6 +279,7 @@ class DFlashDrafter(nn.Module):
     ) -> Any:
         """Load weights as ``nn.Module.load_state_dict`` does."""
         self.unpack()
+        self.packed_weights = {}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDrafter:

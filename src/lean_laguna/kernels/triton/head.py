@@ -7,6 +7,8 @@ depends on its row and its absolute position only. Source: ../spec/performance.m
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -140,6 +142,26 @@ def _best_kernel(
         tl.store(token_ptr + row, token, mask=not keep)
 
 
+def _constants(weight: Weight, tile: Tile, launch: Launch) -> dict[str, Any]:
+    """Return what a launch of ``_head_kernel`` must know beforehand, and its options."""
+    V, D = weight.shape
+    return {
+        "MAX": MAX_ROWS,
+        "N": V,
+        "K": D,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split,
+        "COLS": launch.cols,
+        "STAGES": tile.stages,
+        "PREFETCH": launch.prefetched(tile, row_bytes(weight)),
+        "ROW": row_elements(weight),
+        "FORMAT": format_of(weight),
+        "PDL": launch.pdl,
+        **launch.options(tile.warps),
+    }
+
+
 def sample(
     x: Tensor,
     weight: Weight,
@@ -177,7 +199,7 @@ def sample(
             keeps its token; None for the target.
         token_map: [V] what to add to a reduced vocabulary's id to get the target's, or None.
     """
-    V, D = weight.shape
+    V = weight.shape[0]
     parts = cdiv(V, tile.block_n)
     _head_kernel[(parts,)](
         x,
@@ -189,21 +211,9 @@ def sample(
         positions,
         num_rows,
         position_offset,
-        MAX=MAX_ROWS,
-        N=V,
-        K=D,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SPLIT=tile.split,
-        COLS=launch.cols,
-        STAGES=tile.stages,
         LOGITS=logits is not None,
         CHOOSE=True,
-        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
-        ROW=row_elements(weight),
-        FORMAT=format_of(weight),
-        PDL=launch.pdl,
-        **launch.options(tile.warps),
+        **_constants(weight, tile, launch),
     )
     row_start, row_request = (tokens, tokens) if draft_rows is None else draft_rows
     _best_kernel[(MAX_ROWS,)](
@@ -237,27 +247,14 @@ def write_logits(
         tile: By weight shape.
         launch: What the launches of a step share.
     """
-    V, D = weight.shape
-    _head_kernel[(cdiv(V, tile.block_n),)](
+    _head_kernel[(cdiv(weight.shape[0], tile.block_n),)](
         x,
         operand(weight),
         logits,
         *[num_rows] * 5,
         num_rows,
         0,
-        MAX=MAX_ROWS,
-        N=V,
-        K=D,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SPLIT=tile.split,
-        COLS=launch.cols,
-        STAGES=tile.stages,
         LOGITS=True,
         CHOOSE=False,
-        PREFETCH=launch.prefetched(tile, row_bytes(weight)),
-        ROW=row_elements(weight),
-        FORMAT=format_of(weight),
-        PDL=launch.pdl,
-        **launch.options(tile.warps),
+        **_constants(weight, tile, launch),
     )

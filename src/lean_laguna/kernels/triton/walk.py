@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.formats import format_of, operand
 from lean_laguna.kernels.triton.head import gumbel
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv, is_interpreting, power_of_two
-from lean_laguna.kernels.triton.primitives import wait_with_rows
+from lean_laguna.kernels.triton.primitives import load_weight_tile, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import SparkWeights
 
@@ -78,7 +79,7 @@ def token_before(ids_ptr, words_ptr, map_ptr, row, index, live, MAP: tl.constexp
 def _walk_kernel(
     logits_ptr,
     before_ptr,
-    bias_ptr,
+    bias,
     words_ptr,
     ids_ptr,
     map_ptr,
@@ -97,6 +98,7 @@ def _walk_kernel(
     SHIFT: tl.constexpr,
     MAP: tl.constexpr,
     STORE: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,13 +110,11 @@ def _walk_kernel(
     if tl.max(live.to(tl.int32), 0) > 0:
         before = token_before(ids_ptr, words_ptr, map_ptr, col, index, live, MAP).to(tl.int64)
         acc = tl.zeros((BLOCK_N, COLS), tl.float32)
+        rows = tl.minimum(n, N - 1).to(tl.int64)
+        DTYPE: tl.constexpr = before_ptr.dtype.element_ty
         for start in tl.static_range(0, R, BLOCK_R):
             r = start + tl.arange(0, BLOCK_R)
-            w = tl.load(
-                bias_ptr + n.to(tl.int64)[:, None] * R + r[None, :],
-                mask=inside[:, None] & (r < R)[None, :],
-                other=0.0,
-            )
+            w = load_weight_tile(bias, rows, start, R, BLOCK_N, BLOCK_R, 1, R % BLOCK_R == 0, FORMAT, DTYPE)
             x = tl.load(
                 before_ptr + before[None, :] * R + r[:, None],
                 mask=live[None, :] & (r < R)[:, None],
@@ -221,7 +221,7 @@ def walk_on(
     _walk_kernel[(cdiv(N, block_n),)](
         walk.logits,
         weights.before,
-        weights.bias,
+        operand(weights.bias),
         walk.words,
         input_ids,
         input_ids if token_map is None else token_map,
@@ -240,6 +240,7 @@ def walk_on(
         SHIFT=int(weights.is_shifted),
         MAP=token_map is not None,
         STORE=keeps_logits,
+        FORMAT=format_of(weights.bias),
         PDL=launch.pdl,
         **launch.options(4),
     )

@@ -115,7 +115,7 @@ class SparkWeights:
     """
 
     before: Tensor
-    bias: Tensor
+    bias: Weight
     confidence: Tensor | None
     confidence_bias: Tensor | None
     scales: Tensor
