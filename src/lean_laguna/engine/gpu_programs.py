@@ -81,7 +81,7 @@ class StepPrograms:
             use_cuda: Run what fits them on the CUDA C++ kernels: whole steps, or else parts of layers.
         """
         self.pools = pools
-        self.target = target_weights(target, max_model_len + MAX_ROWS)
+        self.target = target_weights(target, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
         self.device = self.target.head.device
         self.drafter = drafter_weights(drafter, max_model_len + MAX_ROWS) if drafter is not None else None
         self._is_gpu = self.device.type == "cuda"
@@ -140,7 +140,7 @@ class StepPrograms:
         if len(self._whole.names) < len(passes):
             from lean_laguna.kernels.cuda.layers import CudaLayers
 
-            self._cuda_layers = CudaLayers(layers, self.device)
+            self._cuda_layers = CudaLayers(layers, self.device, self.scratch.partial)
 
     def _draft_rows(self, drafter: DrafterWeights) -> Rows:
         """Return the rows of a drafter's block, which ``DraftStep.propose`` lays out."""

@@ -26,12 +26,18 @@ class CudaLayers:
     takes depends on its shape alone.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], device: torch.device):
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        device: torch.device,
+        workspace: tuple[Tensor, Tensor] | None = None,
+    ):
         """Set the workspace aside.
 
         Args:
             layers: Of the target and the drafter.
             device: Where the weights are.
+            workspace: ``Scratch.partial``, to be used instead of an own one where it is large enough.
         """
         heads, splits = 1, 1
         for layer in layers:
@@ -39,10 +45,10 @@ class CudaLayers:
             heads = max(heads, shape.num_heads)
             splits = max(splits, cuda_attention.num_splits(shape, layer.rotary[0].shape[0]))
         parts = MAX_ROWS * heads * splits
-        self._workspace = (
-            torch.zeros(parts * cuda_attention.HEAD_DIM, device=device),
-            torch.zeros(parts * 2, device=device),
-        )
+        sizes = parts * cuda_attention.HEAD_DIM, parts * 2
+        if workspace is None or any(own.numel() < n for own, n in zip(workspace, sizes, strict=True)):
+            workspace = torch.zeros(sizes[0], device=device), torch.zeros(sizes[1], device=device)
+        self._workspace = workspace
         self._arrived = torch.zeros(MAX_ROWS * heads, dtype=torch.int32, device=device)
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
