@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
@@ -25,6 +24,7 @@ from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
 from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
@@ -91,7 +91,7 @@ class StepPrograms:
         self.tables = [
             torch.zeros(MAX_ROWS, max_blocks, dtype=torch.int32, device=self.device) for _ in pools.groups
         ]
-        self.caches = self._target_caches(target.config)
+        self.caches = self._target_caches(target)
         own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
         self._draft_head = self.target.head if own_head is None else own_head
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
@@ -253,11 +253,14 @@ class StepPrograms:
     def _empty(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.target.head.dtype, device=self.device)
 
-    def _target_caches(self, config: LagunaConfig) -> Caches:
-        layers, tables, counts = [], [], [0, 0]
-        for kind in config.layer_types:
+    def _target_caches(self, target: LagunaForCausalLM) -> Caches:
+        layers: list[LayerCache | tuple[Tensor, Tensor]] = []
+        tables, counts = [], [0, 0]
+        for i, kind in enumerate(target.config.layer_types):
             group = FULL_GROUP if kind == "full_attention" else SLIDING_GROUP
-            layers.append(self.pools.layer(group, counts[group]))
+            pages = self.pools.layer(group, counts[group])
+            is_coded = pages[0].dtype == torch.float8_e4m3fn
+            layers.append(LayerCache(*pages, *target.kv_scales_of(i)) if is_coded else pages)
             tables.append(self.tables[group])
             counts[group] += 1
         return Caches(tuple(layers), tuple(tables))
