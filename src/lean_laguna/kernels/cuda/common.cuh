@@ -131,13 +131,13 @@ DEVICE void relax() {}
 DEVICE void forget(int &v) { asm volatile("" : "+r"(v)); }
 DEVICE void forget(u32 *&v) { asm volatile("" : "+l"(v)); }
 DEVICE int exchange_int(int *p, int v) { return atomicExch(p, v); }
+DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 DEVICE u16 to_bf16(float x) {
     u16 v;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
     return v;
 }
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
-DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 DEVICE int bits_set(u32 v) { return __popc(v); }
 // Counters in shared memory. A warp's accesses to shared memory happen in their order, so whoever sees the sum sees
 // what the adding warp wrote before.
@@ -194,6 +194,6 @@ DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8,
 // silu(gate) * up, rounded where Hugging Face rounds.
 DEVICE u16 gated(float gate, float up) {
     gate = rounded(gate);
-    float opened = rounded(gate / (1.0f + expf(-gate)));
+    float opened = rounded(quotient(gate, 1.0f + __expf(-gate)));
     return to_bf16(opened * rounded(up));
 }

@@ -29,81 +29,52 @@ DEVICE bool may_poll(Self &self) {
     return false;
 }
 
-// Loads of eight elements at each of N places 32 apart: first all of them, later `settle`.
-template <int N> struct Raw {
-    uint4 v[2 * N];
-    METHOD void load(const u32 *from, bool wanted) {
-        // Set in any case: what is not would occupy registers through the whole step.
-#pragma unroll
-        for (int i = 0; i < 2 * N; i++) v[i] = make_uint4(0, 0, 0, 0);
-        if (!wanted) return;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            v[2 * i] = load_mail(from + 32 * i);
-            v[2 * i + 1] = load_mail(from + 32 * i + 4);
-        }
-    }
-    // Poll until all have the tag; zeros where not wanted.
-    METHOD void settle(uint4 (&to)[N], const u32 *from, bool wanted, Self &self) {
-#ifdef GATE
-        while (wanted && differing(v[0], self.tag) && may_poll(self)) v[0] = load_mail(from);
-#endif
-        while (wanted) {
-            u32 differs = 0;
-#pragma unroll
-            for (int i = 0; i < 2 * N; i++) differs |= differing(v[i], self.tag);
-            if (differs == 0 || !may_poll(self)) break;
-#pragma unroll
-            for (int i = 0; i < 2 * N; i++)
-                if (differing(v[i], self.tag)) v[i] = load_mail(from + 32 * (i / 2) + 4 * (i % 2));
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) to[i] = wanted ? joined(v[2 * i], v[2 * i + 1]) : make_uint4(0, 0, 0, 0);
-        __syncwarp();
-    }
-};
-
 // Four elements, loaded once already, polled.
 DEVICE uint2 settled4(uint4 v, const u32 *from, Self &self) {
     while (differing(v, self.tag) && may_poll(self)) v = load_mail(from);
     return joined(v);
 }
 DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(from), from, self); }
-// Receive rows of a warp's columns into shared memory: element (row, column) at row * stride + column.
-DEVICE void receive_rows(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, Self &self) {
-    enum { BATCHED = 8 };
+// Receive rows of a warp's columns into shared memory: element (row, column) at row * stride + column. One copy of it
+// for all who receive: what a layer runs must fit the instruction cache. Returns what is left of the patience.
+NOT_INLINED int receive_part(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, u32 tag,
+                             int patience) {
+    enum { BATCHED = 4 };
     // Pieces of eight columns, row by row; the division is exact for so few.
     const int across = columns / 8, count = rows * across;
     const u32 inverse = (1u << 20) / across + 1;
 #pragma unroll 1
-    for (int first = 0; first < count; first += 32 * BATCHED) {
+    for (int first = threadIdx.x & 31; first - (int)(threadIdx.x & 31) < count; first += 32 * BATCHED) {
         uint4 v[2 * BATCHED];
-        int places[BATCHED];
+        u32 differs;
+        do {
+            differs = 0;
+#pragma unroll
+            for (int i = 0; i < BATCHED; i++) {
+                const int piece = first + i * 32, row = (piece * inverse) >> 20;
+                v[2 * i] = v[2 * i + 1] = make_uint4(tag, tag, tag, tag);
+                if (piece >= count) continue;
+                const u32 *at = from + row * row_words + (piece - row * across) * 8;
+                v[2 * i] = load_mail(at), v[2 * i + 1] = load_mail(at + 4);
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * BATCHED; i++) differs |= differing(v[i], tag);
+            relax();
+        } while (differs && --patience > 0);
 #pragma unroll
         for (int i = 0; i < BATCHED; i++) {
-            const int piece = first + i * 32 + self.lane, known = piece < count ? piece : self.lane % across;
-            const int row = (known * inverse) >> 20;
-            places[i] = row * row_words + (known - row * across) * 8;
-            v[2 * i] = load_mail(from + places[i]);
-            v[2 * i + 1] = load_mail(from + places[i] + 4);
-        }
-        while (true) {
-            u32 differs = 0;
-#pragma unroll
-            for (int i = 0; i < 2 * BATCHED; i++) differs |= differing(v[i], self.tag);
-            if (differs == 0 || !may_poll(self)) break;
-#pragma unroll
-            for (int i = 0; i < 2 * BATCHED; i++)
-                if (differing(v[i], self.tag)) v[i] = load_mail(from + places[i / 2] + i % 2 * 4);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCHED; i++) {
-            const int piece = first + i * 32 + self.lane, row = (piece * inverse) >> 20;
+            const int piece = first + i * 32, row = (piece * inverse) >> 20;
             if (piece < count)
                 *(uint4 *)(to + row * stride + (piece - row * across) * 8) = joined(v[2 * i], v[2 * i + 1]);
         }
     }
     __syncwarp();
+    return patience;
+}
+DEVICE void receive_rows(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, Self &self) {
+    const int left = receive_part(to, stride, from, row_words, rows, columns, self.tag, self.patience);
+    if (left <= 0) self.patience = 1, may_poll(self);
+    else self.patience = left;
 }
 
 // Remember when this was, where a step is timed.

@@ -68,13 +68,6 @@ DEVICE void finish_row(int row, const u16 *norm, u16 *normed, float eps, Self &s
     }
 }
 
-// Stage the old keys of this block's first task of a layer.
-DEVICE void stage_first_task(const Layer &at, Self &self) {
-    Task task;
-    Staged staged;
-    if (find_task(task, self.block, at, self.s.rows)) staged.copy(task, at, self);
-}
-
 // Ask for the next layer's norms and router bias into L2, a line a block: they are too small to be on the tape, and the
 // path from block to block would wait for memory at each of them.
 DEVICE void prefetch_small(const Layer &next, Self &self) {
@@ -98,18 +91,19 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
     const int before = tape.taken;
     if (!is_second && self.layer + 1 < LAYERS && self.thread == THREADS - 1)
         prefetch_small(self.s.layers[self.layer + 1], self);
-#ifndef STAGE_LATE
-    if (!is_second) stage_first_task(at, self);
-#endif
+    // The old keys of the block's first task: looked up while the rows come, copied while the weights do.
+    Task task;
+    Staged staged;
+    const bool stages = !is_second && find_task(task, self.block, at, self.s.rows);
+    if (!stages) task.first = task.from = task.to = task.request = task.head = 0;
+    staged.find(task, at, task.from, stages, self);
     {
         Tokens x;
         receive_normed(x, self.mail + (is_second ? MIDDLE_AT : HIDDEN_AT), embed, ids,
                        is_second ? at.norm : at.input_norm, eps, self);
         mark(self, TOKENS_HERE);
         self.tag += !is_second;
-#ifdef STAGE_LATE
-        if (!is_second) stage_first_task(at, self);
-#endif
+        if (stages) staged.copy(task, at, self);
         project(tape, x, at, is_second, self);
     }
     if (!is_second) {

@@ -288,8 +288,8 @@ def _fixed_bytes(c: dict[str, int]) -> int:
     """Return at least what ``struct Shared`` takes beside the ring."""
     cols, chunk, top_k = c["COLS"], c["CHUNK"], c.get("A", 0)
     staged = (2 * chunk + 16) * (HEAD_DIM + 8) * 2 + 16 * (chunk + 8) * 2
-    staged = max(staged, cols * top_k * c.get("F", 0) * 2)
-    sums = (2 * 16 + (2 if cols > 8 else 4) * 8 + c["PAIRS"] * 2) * WARPS * cols * 4
+    staged = max(staged, cols * (top_k * c.get("F", 0) + c["FS"]) * 2)
+    sums = (2 * 16 + (4 if cols > 8 else 8) * 8 + c["PAIRS"] * 2) * WARPS * cols * 4
     small = 3 * WARPS * 16 * 4 + WARPS * (32 + 32 * 8) + 3 * 16 * 4 + 256
     slots = min(c["E"], cols * top_k)
     routing = 128 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 if c["E"] else 0

@@ -62,7 +62,6 @@ struct Staged {
         }
     }
     METHOD void copy(const Task &task, const Layer &at, Self &self) {
-        find(task, at, task.from, true, self);
         const int k = self.thread / (P / 8), d = self.thread % (P / 8) * 8;
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
@@ -265,6 +264,16 @@ DEVICE void attend_chunk(Running &run, const Task &task, const Layer &at, int fr
     }
 }
 
+// Splits of which a row at this position sees a key.
+struct Span {
+    int begin, end;
+};
+DEVICE Span span_of(const Layer &at, int position, int last_key) {
+    int last = at.causal ? position : last_key;
+    if (!at.causal && at.window > 0) last = min(last, position + at.window - 1);
+    return {split_of(at, at.window > 0 ? max(position - at.window + 1, 0) : 0), split_of(at, last) + 1};
+}
+
 // Where a row's part of a split is: P sums, then its peak and its total, each beside its tag.
 DEVICE u32 *parts_of(u32 *parts, const Layer &at, int row, int head) {
     return parts + (size_t)(row * at.heads + head) * at.max_splits * ((P + 2) * 2);
@@ -279,7 +288,9 @@ DEVICE void send_parts(const Running &run, const Task &task, const Layer &at, u3
     for (int half = 0; half < 2; half++) {
         const int c = task.tile * 16 + self.g + 8 * half;
         const float peak = half ? run.peak8 : run.peak;
-        if (c >= task.count * group || peak == -INF) continue;
+        const Span span = span_of(at, task.first + row_of(at, c), task.last);
+        // Whether it is waited for follows from places alone, never from values.
+        if (c >= task.count * group || task.split < span.begin || task.split >= span.end) continue;
         u32 *to = part_at(parts_of(parts, at, task.start + row_of(at, c), task.head * group + head_of(at, c)), at,
                           task.split % at.max_splits);
 #pragma unroll
@@ -346,9 +357,6 @@ DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 // One part of a row's head, four elements a lane.
 struct PartOfHead {
     uint4 v[3];
-    METHOD void clear(u32 serial) {
-        for (int i = 0; i < 3; i++) v[i] = make_uint4(0, ~serial, 0, 0);
-    }
     METHOD void load(const u32 *from, int lane) {
         v[0] = load_mail_pairs(from + lane * 8);
         v[1] = load_mail_pairs(from + lane * 8 + 4);
@@ -367,11 +375,9 @@ struct PartOfHead {
 // Add a (row, head)'s splits in their order and apply its gate; a warp's work.
 DEVICE void combine(int row, int head, int position, int last_key, const Layer &at, u32 *parts, u32 serial,
                     Self &self) {
-    enum { TAKE = 6 };
-    const int begin = split_of(at, at.window > 0 ? max(position - at.window + 1, 0) : 0);
-    int last = at.causal ? position : last_key;
-    if (!at.causal && at.window > 0) last = min(last, position + at.window - 1);
-    const int end = split_of(at, last) + 1;
+    enum { TAKE = 5 };
+    const Span span = span_of(at, position, last_key);
+    const int begin = span.begin, end = span.end;
     u32 *own = parts_of(parts, at, row, head);
     const int turn = begin % at.max_splits - begin;
     const u32 *gate_at = self.mail + QKV_AT + (size_t)row * at.width + (at.heads + 2 * J) * P + head;
@@ -381,16 +387,12 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
     for (int s = begin; s < end; s += TAKE) {
         PartOfHead part[TAKE];
         bool is_here;
-#pragma unroll
-        for (int j = 0; j < TAKE; j++) part[j].clear(serial);
         do {
             is_here = true;
 #pragma unroll
-            for (int j = 0; j < TAKE; j++)
-                if (s + j < end && !part[j].is_here(serial))
-                    part[j].load(part_at(own, at, s + j + turn), self.lane);
+            for (int j = 0; j < TAKE; j++) part[j].load(part_at(own, at, min(s + j, end - 1) + turn), self.lane);
 #pragma unroll
-            for (int j = 0; j < TAKE; j++) is_here = is_here && (s + j >= end || part[j].is_here(serial));
+            for (int j = 0; j < TAKE; j++) is_here = is_here && part[j].is_here(serial);
         } while (!is_here && may_poll(self));
         mark(self, PARTS_HERE);
 #pragma unroll
@@ -405,7 +407,7 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
             acc[3] = acc[3] * fade + __uint_as_float(part[j].v[1].z) * by;
         }
     }
-    const float inverse = 1.0f / total;
+    const float inverse = quotient(1.0f, total);
     float y[4];
     for (int i = 0; i < 4; i++) y[i] = rounded(acc[i] * inverse);
     if (at.gate) {

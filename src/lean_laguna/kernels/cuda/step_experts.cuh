@@ -44,33 +44,23 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
         sigmoid[i] = quotient(1.0f, 1.0f + __expf(-logit));
         keys[i] = ordered(sigmoid[i] + bias[i]);
     }
-    // Each lane's experts, best first, the lower id among equals.
-    int ids[E / 32];
-#pragma unroll
-    for (int i = 0; i < E / 32; i++) ids[i] = i * 32 + lane;
-#pragma unroll
-    for (int i = 1; i < E / 32; i++)
-#pragma unroll
-        for (int j = i; j > 0; j--) {
-            const bool swaps = keys[j] > keys[j - 1];
-            const int key = keys[j], id = ids[j];
-            const float value = sigmoid[j];
-            keys[j] = swaps ? keys[j - 1] : key, keys[j - 1] = swaps ? key : keys[j - 1];
-            ids[j] = swaps ? ids[j - 1] : id, ids[j - 1] = swaps ? id : ids[j - 1];
-            sigmoid[j] = swaps ? sigmoid[j - 1] : value, sigmoid[j - 1] = swaps ? value : sigmoid[j - 1];
-        }
-    // The warp's best, one after another: its lane takes the next of its own.
+    // The warp's best, one after another; the lower id among equals.
 #pragma unroll 1
     for (int a = 0; a < A; a++) {
-        const int highest = max_over_warp(keys[0]);
-        const u32 equals = lanes_where(keys[0] == highest);
-        int winner = first_bit(equals);
-        if (equals & (equals - 1)) winner = min_over_warp(keys[0] == highest ? ids[0] : E) & 31;
-        if (winner != lane) continue;
-        r.chosen[token][a] = (u8)ids[0], r.weights[token][a] = sigmoid[0];
+        int best = keys[0], best_at = 0;
+        float value = sigmoid[0];
 #pragma unroll
-        for (int i = 1; i < E / 32; i++) keys[i - 1] = keys[i], ids[i - 1] = ids[i], sigmoid[i - 1] = sigmoid[i];
-        keys[E / 32 - 1] = lowest;
+        for (int i = 1; i < E / 32; i++)
+            if (keys[i] > best) best = keys[i], best_at = i, value = sigmoid[i];
+        const int highest = max_over_warp(best), id = best_at * 32 + lane;
+        const u32 equals = lanes_where(best == highest);
+        int winner = first_bit(equals);
+        if (equals & (equals - 1)) winner = min_over_warp(best == highest ? id : E) & 31;
+        if (winner != lane) continue;
+        r.chosen[token][a] = (u8)id, r.weights[token][a] = value;
+#pragma unroll
+        for (int i = 0; i < E / 32; i++)
+            if (i == best_at) keys[i] = lowest;
     }
     __syncwarp();
     float total = 0.0f;
@@ -164,23 +154,25 @@ DEVICE void multiply_down(Tape &tape, float (&total)[2][4], const u16 *acts, Sel
 // hidden += the weighted sum of the chosen experts, scaled, plus the shared expert.
 DEVICE void add_experts(Tape &tape, const Layer &at, Self &self) {
     const int token = self.thread / 16;
-    u16 *acts = self.s.received + self.warp * AREA;
-    if (self.block < D / 16)
+    u16 *acts = self.s.received + self.warp * AREA, *shared_acts = acts + COLS * A * (F / WARPS);
+    if (self.block < D / 16) {
         receive_rows(acts, F / WARPS, self.mail + ACT_AT + self.warp * (F / WARPS), F, self.live * A, F / WARPS, self);
+        receive_rows(shared_acts, FS / WARPS, self.mail + SHARED_ACT_AT + self.warp * (FS / WARPS), FS, self.live,
+                     FS / WARPS, self);
+    }
     mark(self, ACTS_HERE);
 #pragma unroll 1
     for (int pair = self.block; pair < D / 16; pair += self.grid) {
-        const u32 *from = self.mail + SHARED_ACT_AT + self.g * FS + self.warp * (FS / WARPS) + 8 * self.t;
-        Raw<FS / 256> raw, raw8;
-        raw.load(from, self.has_low);
-        if (HIGH) raw8.load(from + 8 * FS, self.has_high);
         float total[2][4] = {}, even[2][4] = {}, odd[2][4] = {}, none[4] = {0, 0, 0, 0};
         multiply_down(tape, total, acts, self);
         uint4 a[FS / 256], a8[HIGH ? FS / 256 : 1];
-        raw.settle(a, from, self.has_low, self);
-#if HIGH
-        raw8.settle(a8, from + 8 * FS, self.has_high, self);
-#endif
+        const u16 *low = shared_acts + self.g * (FS / WARPS) + 8 * self.t;
+#pragma unroll
+        for (int i = 0; i < FS / 256; i++) {
+            a[i] = self.has_low ? *(const uint4 *)(low + 32 * i) : make_uint4(0, 0, 0, 0);
+            if (HIGH)
+                a8[HIGH * i] = self.has_high ? *(const uint4 *)(low + FS + 32 * i) : make_uint4(0, 0, 0, 0);
+        }
         multiply_pair(tape, even, odd, a, a8, self);
         float *routed = self.s.sums[0], *shared = self.s.sums[1];
 #pragma unroll

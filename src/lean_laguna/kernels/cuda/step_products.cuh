@@ -10,61 +10,59 @@ struct Tokens {
     uint4 low[LOADS], high[HIGH ? LOADS : 1];
 };
 
-DEVICE float squares_of_all(const uint4 (&v)[LOADS]) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) squares += squares_of(v[i]);
-    squares += exchange(squares, 1);
-    return squares + exchange(squares, 2);
-}
-
-// Receive the live rows, from the mail or (first layer) from the embedding, and normalise them.
+// Receive the live rows, from the mail or (first layer) from the embedding, normalise them, and take what this lane
+// multiplies into registers. Ends with a barrier: the place where rows are received is free.
 DEVICE void receive_normed(Tokens &to, const u32 *mail, const u16 *embed, const int *ids, const u16 *norm, float eps,
                            Self &self) {
-    const int own = self.warp * PART + 8 * self.t, g = self.g;
-    uint4 by[LOADS];
+    enum { ACROSS = PART / 8, PIECES = (ACROSS + 31) / 32, WIDE = PART + 32 };
+    u16 *own = self.s.received + self.warp * AREA;
+    const int column = self.lane * 8, part = self.warp * PART;
+    uint4 by[PIECES];
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) by[i] = *(const uint4 *)(norm + own + 32 * i);
-    const uint4 zero = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < PIECES; i++) by[i] = *(const uint4 *)(norm + part + min(column + 256 * i, PART - 8));
     if (embed) {
-        const u16 *row = embed + (self.has_low ? (size_t)ids[g] * D : 0) + own;
-        const u16 *row8 = embed + (self.has_high ? (size_t)ids[g + 8] * D : 0) + own;
+#pragma unroll 1
+        for (int row = 0; row < self.live; row++)
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            to.low[i] = self.has_low ? *(const uint4 *)(row + 32 * i) : zero;
-            if (HIGH) to.high[i] = self.has_high ? *(const uint4 *)(row8 + 32 * i) : zero;
-        }
-    } else {
-        Raw<LOADS> raw;
-        raw.load(mail + g * D + own, self.has_low);
-        raw.settle(to.low, mail + g * D + own, self.has_low, self);
-#if HIGH
-        raw.load(mail + (g + 8) * D + own, self.has_high);
-        raw.settle(to.high, mail + (g + 8) * D + own, self.has_high, self);
-#endif
+            for (int i = 0; i < PIECES; i++)
+                if (column + 256 * i < PART)
+                    *(uint4 *)(own + row * WIDE + column + 256 * i) =
+                        *(const uint4 *)(embed + (size_t)ids[row] * D + part + column + 256 * i);
+        __syncwarp();
+    } else
+        receive_rows(own, WIDE, mail + part, D, self.live, PART, self);
+    float *all = self.s.squares;
+#pragma unroll 2
+    for (int row = 0; row < self.live; row++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (column + 256 * i < PART) squares += squares_of(*(const uint4 *)(own + row * WIDE + column + 256 * i));
+        squares = sum_over_warp(squares);
+        if (self.lane == 0) all[self.warp * 16 + row] = squares;
     }
-    float *squares = self.s.squares;
-    const float own_squares = squares_of_all(to.low);
-    if (self.t == 0) squares[self.warp * 16 + g] = own_squares;
-#if HIGH
-    const float own_squares8 = squares_of_all(to.high);
-    if (self.t == 0) squares[self.warp * 16 + g + 8] = own_squares8;
-#endif
     __syncthreads();
-    float total = 0.0f, total8 = 0.0f;
+#pragma unroll 2
+    for (int row = 0; row < self.live; row++) {
+        float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        total += squares[w * 16 + g];
-        if (HIGH) total8 += squares[w * 16 + g + 8];
+        for (int w = 0; w < WARPS; w++) total += all[w * 16 + row];
+        const float inverse = rsqrtf(total / D + eps);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            uint4 *at = (uint4 *)(own + row * WIDE + column + 256 * i);
+            if (column + 256 * i < PART) *at = scaled(*at, inverse, by[i]);
+        }
     }
-    const float inverse = rsqrtf(total / D + eps);
+    __syncwarp();
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const u16 *low = own + self.g * WIDE + 8 * self.t;
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) to.low[i] = self.has_low ? scaled(to.low[i], inverse, by[i]) : zero;
-#if HIGH
-    const float inverse8 = rsqrtf(total8 / D + eps);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) to.high[i] = self.has_high ? scaled(to.high[i], inverse8, by[i]) : zero;
-#endif
+    for (int i = 0; i < LOADS; i++) {
+        to.low[i] = self.has_low ? *(const uint4 *)(low + 32 * i) : zero;
+        if (HIGH) to.high[HIGH * i] = self.has_high ? *(const uint4 *)(low + 8 * WIDE + 32 * i) : zero;
+    }
+    __syncthreads();
 }
 
 // A warp's sums of 8 weight rows, left where all warps' are added: [COLS][stride] a warp.
@@ -80,8 +78,8 @@ DEVICE float added(const float *from, int stride) {
 }
 
 // Multiply the tape's next 8 rows of D columns by the tokens and leave the warp's sums in the unit's buffer. Warps do
-// not wait for each other: one of them, in turn, adds the sums. Returns the buffer to that one, null to the others.
-DEVICE const float *multiply_rows(Tape &tape, const Tokens &x, Self &self) {
+// not wait for each other; one of them, in turn, adds the sums, some units later.
+DEVICE void multiply_rows(Tape &tape, const Tokens &x, Self &self) {
     float sums[4][4] = {};
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -93,25 +91,27 @@ DEVICE const float *multiply_rows(Tape &tape, const Tokens &x, Self &self) {
             multiply_block(sums[2 * (i & 1)], sums[2 * (i & 1) + 1], x.low[q * GROUP + i],
                            HIGH ? x.high[HIGH * (q * GROUP + i)] : zero, w[i]);
     }
-    const int unit = self.units++, buffer = unit % BUFFERS, round = unit / BUFFERS;
-    float *all = self.s.unit_sums[buffer];
+    const int buffer = self.units % BUFFERS, round = self.units / BUFFERS;
     while (load_shared(&self.s.freed[buffer]) < round && may_poll(self)) {
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[0][i] += sums[1][i], sums[2][i] += sums[3][i];
-    leave_sums(all + self.warp * COLS * 8, sums[0], sums[2], self.g, self.t, 8);
+    leave_sums(self.s.unit_sums[buffer] + self.warp * COLS * 8, sums[0], sums[2], self.g, self.t, 8);
     __syncwarp();
     if (self.lane == 0) add_shared(&self.s.filled[buffer], 1);
-    if (unit % WARPS != self.warp) return 0;
+    self.units++;
+}
+// All warps' sums of an earlier unit, `free_sums` afterwards.
+DEVICE const float *wait_for_sums(int unit, Self &self) {
+    const int buffer = unit % BUFFERS, round = unit / BUFFERS;
     while (load_shared(&self.s.filled[buffer]) < WARPS * (round + 1) && may_poll(self)) {
     }
     __syncwarp();
-    return all;
+    return self.s.unit_sums[buffer];
 }
-// The buffer that `multiply_rows` returned is free again.
-DEVICE void free_buffer(Self &self) {
+DEVICE void free_sums(int unit, Self &self) {
     __syncwarp();
-    if (self.lane == 0) add_shared(&self.s.freed[(self.units - 1) % BUFFERS], 1);
+    if (self.lane == 0) add_shared(&self.s.freed[unit % BUFFERS], 1);
 }
 
 // The residual stream of the block's columns stays with the block: token and column of a thread in its pair.

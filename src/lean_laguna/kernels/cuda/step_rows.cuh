@@ -18,7 +18,8 @@ DEVICE u32 *place_of_unit(int unit, int token, const Layer &at, bool is_second, 
 }
 
 // Add a unit's sums and send them: of token and row n, or gate n and up n, of its 8 rows; a warp's work.
-DEVICE void send_unit(const float *sums, int unit, const Layer &at, bool is_second, Self &self) {
+DEVICE void send_unit(int number, int unit, const Layer &at, bool is_second, Self &self) {
+    const float *sums = wait_for_sums(number, self);
     const bool is_gated = is_second && !(at.sparse && unit < E / 8);
     const int columns = is_gated ? 4 : 8, n = self.lane % columns;
 #pragma unroll 1
@@ -29,7 +30,7 @@ DEVICE void send_unit(const float *sums, int unit, const Layer &at, bool is_seco
         store_mail1(to + n, is_gated ? tagged16(gated(y, added(sums + token * 8 + n + 4, COLS * 8)), self.tag)
                                      : tagged(y, self.tag));
     }
-    free_buffer(self);
+    free_sums(number, self);
 }
 
 // Multiply the block's units of a half layer by the tokens.
@@ -37,18 +38,13 @@ DEVICE void project(Tape &tape, const Tokens &x, const Layer &at, bool is_second
     const bool is_sparse = is_second && at.sparse;
     int count = is_sparse ? KNOWN : is_second ? at.dense / 4 : at.width / 8;
     bool is_known = !is_sparse;
+    // The unit whose sums this warp adds next, and the number it had.
+    int pending = -1, number = 0;
 #pragma unroll 1
     for (int unit = self.block; ; unit += self.grid) {
 #if E
         if (!is_known && unit >= count) {
             enter(self, ROUTE);
-#ifdef AHEAD_QKV
-            if (self.thread < AHEAD_QKV && self.layer + 1 < LAYERS) {
-                const Layer &next = self.s.layers[self.layer + 1];
-                const int ahead = self.block + self.thread * self.grid;
-                if (ahead < next.width / 8) prefetch_bytes(next.qkv + (size_t)ahead * 8 * D, 8 * D * 2);
-            }
-#endif
             route(at, self);
             mark(self, TABLES_DONE);
             tape.catch_up(self);
@@ -56,8 +52,16 @@ DEVICE void project(Tape &tape, const Tokens &x, const Layer &at, bool is_second
             is_known = true;
         }
 #endif
-        if (unit >= count) break;
-        const float *sums = multiply_rows(tape, x, self);
-        if (sums) send_unit(sums, unit, at, is_second, self);
+        const bool is_over = unit >= count;
+        if (!is_over) {
+            multiply_rows(tape, x, self);
+            if ((self.units - 1) % WARPS == self.warp) pending = unit, number = self.units - 1;
+        }
+        // All blocks wait for the router's units.
+        if (pending >= 0 && (is_over || self.units - 1 - number >= LATER || (is_sparse && pending < KNOWN))) {
+            send_unit(number, pending, at, is_second, self);
+            pending = -1;
+        }
+        if (is_over) break;
     }
 }

@@ -16,7 +16,9 @@
 #define PART (D / WARPS)
 #define LOADS (D / 256)
 #define HIGH (COLS > 8)
-#define BUFFERS (COLS > 8 ? 2 : 4)
+// Units whose sums can wait, and how many units later they are added.
+#define BUFFERS (COLS > 8 ? 4 : 8)
+#define LATER (COLS > 8 ? 2 : 4)
 #define KEYS (CHUNK / WARPS)
 #define SLICE (P / WARPS)
 #define STRIDE (P + 8)
@@ -79,7 +81,7 @@ struct alignas(16) Shared {
     union {
         struct { u16 keys[CHUNK * STRIDE], values[CHUNK * STRIDE], queries[16 * STRIDE], shares[16 * SHARE_STRIDE]; };
 #if E
-        u16 acts[WARPS * COLS * A * (F / WARPS)];
+        u16 acts[COLS * (A * F + FS)];
 #endif
         u16 received[1];              // rows that are multiplied next, each warp its own part
     };
@@ -99,7 +101,8 @@ struct alignas(16) Shared {
 };
 // Two-byte elements that a warp can receive at a time.
 #if E
-#define AREA ((sizeof(u16) * (2 * CHUNK * STRIDE) > sizeof(u16) * COLS * A * F ? 2 * CHUNK * STRIDE : COLS * A * F) / WARPS)
+#define ACTS (COLS * (A * F + FS))
+#define AREA ((2 * CHUNK * STRIDE > ACTS ? 2 * CHUNK * STRIDE : ACTS) / WARPS)
 #else
 #define AREA (2 * CHUNK * STRIDE / WARPS)
 #endif
