@@ -1,9 +1,11 @@
 """Confidence in drafts: from the head's logits to chances of survival, and how far those can be believed.
 
 A draft survives when it and all before it are accepted. Calibration divides the logit of each position by a
-temperature (the paper's sequential scaling) and adds a bias: the head is trained on the overlap of two
-distributions, which is not how often a draft with shared noise, or a greedy one, is accepted. That depends on
-how the target chooses, so greedy and sampled requests have their own.
+temperature and adds a bias: the head is trained on the overlap of two distributions, which is not how often a
+draft with shared noise, or a greedy one, is accepted. That depends on how the target chooses, so greedy and
+sampled requests have their own. Positions are fitted from left to right (the paper's sequential scaling),
+each to the survival that it and those before it predict together: verification is decided by that, and positions
+are not independent of each other.
 
 Source: DSpark (arXiv 2607.05147), section 3.2 and appendix (STS).
 """
@@ -65,41 +67,75 @@ def calibration_error(predicted: Tensor, happened: Tensor, num_bins: int = NUM_B
 
 
 def fit_calibration(logits: Tensor, accepted: Tensor) -> Calibration:
-    """Fit temperature and bias of each position by the likelihood of what happened to blocks that reached it.
+    """Fit temperature and bias of each position by the likelihood of which blocks survived it.
 
     Args:
         logits: [N, G] of the confidence head, of blocks as serving meets them.
         accepted: [N] int64, drafts accepted of each block.
 
     Returns:
-        G temperatures and biases, rounded as they are stored.
+        G temperatures and biases, rounded as they are stored; a position that no block reached keeps its own.
     """
     temperatures, biases = [], []
+    before = torch.ones(len(logits), dtype=torch.float64, device=logits.device)
     for k in range(logits.shape[1]):
-        reached = accepted >= k
-        slope, bias = _fit_one(logits[reached, k].double(), (accepted[reached] > k).double())
+        position = logits[:, k].double()
+        slope, bias = 1.0, 0.0
+        if bool((accepted >= k).any()):
+            slope, bias = _fit_one(position, before, (accepted > k).double())
+        before = before * torch.sigmoid(position * slope + bias)
         temperatures.append(round(1.0 / slope, 4))
         biases.append(round(bias, 4))
     return Calibration(tuple(temperatures), tuple(biases))
 
 
-def _fit_one(logits: Tensor, happened: Tensor) -> tuple[float, float]:
-    """Return slope and bias of a logistic regression, pulled towards 1 and 0; Newton's method."""
+def _fit_one(logits: Tensor, before: Tensor, survived: Tensor) -> tuple[float, float]:
+    """Return slope and bias that make ``before`` times their sigmoid likeliest, pulled towards 1 and 0.
+
+    Fisher scoring; ``before`` [N] are the chances to reach the position, ones at the first: a plain logistic
+    regression there.
+    """
     features = torch.stack([logits, torch.ones_like(logits)], dim=1)
-    start = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    start = logits.new_tensor([1.0, 0.0])
     found = start.clone()
     for _ in range(_NEWTON_STEPS):
         chances = torch.sigmoid(features @ found)
-        slope = features.T @ (happened - chances) - _RIDGE * (found - start)
-        curvature = (features * (chances * (1 - chances))[:, None]).T @ features + _RIDGE * torch.eye(
-            2, dtype=torch.float64
-        )
-        step = torch.linalg.solve(curvature, slope)
-        found = found + step.clamp(-1.0, 1.0)
+        survival = (before * chances).clamp(max=1.0 - 1e-9)
+        weight = (1.0 - chances) / (1.0 - survival)
+        slope = features.T @ (weight * (survived - survival)) - _RIDGE * (found - start)
+        curvature = (features * (weight * (1.0 - chances) * survival)[:, None]).T @ features
+        curvature += _RIDGE * torch.eye(2, dtype=logits.dtype, device=logits.device)
+        found = found + torch.linalg.solve(curvature, slope).clamp(-1.0, 1.0)
     return max(_LEAST_SLOPE, float(found[0])), max(-_LARGEST_BIAS, min(_LARGEST_BIAS, float(found[1])))
 
 
-def survival_error(logits: Tensor, accepted: Tensor, calibration: Calibration = Calibration()) -> list[float]:
-    """Return the calibration error of each position's survival; blocks as in :func:`fit_calibration`."""
-    chances = calibration.survival(logits)
-    return [calibration_error(chances[:, k], accepted > k) for k in range(logits.shape[1])]
+def survival_error(chances: Tensor, accepted: Tensor) -> list[float]:
+    """Return the calibration error of each position's survival.
+
+    Args:
+        chances: [N, G] from :meth:`Calibration.survival`.
+        accepted: [N] int64, drafts accepted of each block.
+    """
+    return [calibration_error(chances[:, k], accepted > k) for k in range(chances.shape[1])]
+
+
+def fit_and_check(logits: Tensor, accepted: Tensor, owners: Tensor) -> tuple[Calibration, Tensor]:
+    """Fit a calibration on all blocks, and predict each half of them by a fit on the other half.
+
+    Args:
+        logits: [N, G], as for :func:`fit_calibration`.
+        accepted: [N] int64.
+        owners: [N] int64, the text a block is of; texts are dealt to the halves in turn, whole.
+
+    Returns:
+        The calibration, and [N, G] chances of survival, each from blocks of other texts; from all where there
+        is but one text.
+    """
+    whole = fit_calibration(logits, accepted)
+    is_even = owners % 2 == 0
+    if not bool(is_even.any()) or bool(is_even.all()):
+        return whole, whole.survival(logits)
+    chances = torch.empty_like(logits, dtype=torch.float32)
+    for half in (is_even, ~is_even):
+        chances[half] = fit_calibration(logits[~half], accepted[~half]).survival(logits[half])
+    return whole, chances

@@ -1,6 +1,6 @@
 """Calibrating a DSpark drafter's confidences on held-out text, walked as serving walks.
 
-Half of the sequences fit the temperatures, the other half says how far they can be believed.
+All sequences fit it; how far it can be believed is said by fits on half of them, about the other half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lean_laguna.core.dspark_config import DSparkHeads
 from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
-from lean_laguna.spec.confidence import Calibration, fit_calibration, survival_error
+from lean_laguna.spec.confidence import Calibration, fit_and_check, survival_error
 from lean_laguna.train.documents import Document
 from lean_laguna.train.drafter_eval import document_text, slot_outcomes
 from lean_laguna.train.generated import Generated
@@ -41,18 +41,17 @@ def calibrate(
         rows: Sequences at once.
 
     Returns:
-        Per kind, the calibration error of survival on the other half of the text, before and after, mean over
-        positions and the largest.
+        Per kind, the calibration error of survival before and after, mean over positions and the largest;
+        after, each half of the text is predicted by a fit on the other.
     """
     figures: dict[str, float] = {}
     heads = drafter.heads
     for kind, text in held_out.items():
         logits, accepted, sequence = visited_blocks(drafter, target, text, rows)
-        is_fit = sequence % 2 == 0
-        found = fit_calibration(logits[is_fit], accepted[is_fit])
+        found, chances = fit_and_check(logits, accepted, sequence)
         heads = with_calibration(heads, found, is_greedy=text.temperature == 0)
-        for name, calibration in (("before", Calibration()), ("after", found)):
-            errors = survival_error(logits[~is_fit], accepted[~is_fit], calibration)[:num_report]
+        for name, survival in (("before", Calibration().survival(logits)), ("after", chances)):
+            errors = survival_error(survival, accepted)[:num_report]
             figures[f"{kind}_ece_{name}"] = sum(errors) / len(errors)
             figures[f"{kind}_ece_{name}_max"] = max(errors)
     drafter.set_heads(heads)
@@ -77,7 +76,7 @@ def calibrate_documents(
         provenance: For its config.
 
     Returns:
-        The calibration error before and after; of the same blocks where there are too few documents to halve.
+        The calibration error before and after, as :func:`calibrate` measures it.
     """
     logits, accepted, owners = [], [], []
     for index, document in enumerate(documents):
@@ -89,16 +88,11 @@ def calibrate_documents(
     every, lengths, owner = torch.cat(logits), torch.cat(accepted), torch.cat(owners)
     if not len(every):
         return {}
-    is_fit = owner % 2 == 0
-    rest = ~is_fit if bool((~is_fit).any()) and bool(is_fit.any()) else torch.ones_like(is_fit)
-    is_fit = is_fit if bool(is_fit.any()) else rest
-    found = fit_calibration(every[is_fit], lengths[is_fit])
+    found, chances = fit_and_check(every, lengths, owner)
     is_sampled = any(document.seed is not None and document.temperature for document in documents)
     drafter.set_heads(with_calibration(drafter.heads, found, is_greedy=not is_sampled))
     save_drafter(drafter, out, format=drafter.config.format, dtype=torch.bfloat16, provenance=provenance)
-    before, after = (
-        survival_error(every[rest], lengths[rest], calibration) for calibration in (Calibration(), found)
-    )
+    before, after = (survival_error(part, lengths) for part in (Calibration().survival(every), chances))
     return {"ece_before": sum(before) / len(before), "ece_after": sum(after) / len(after)}
 
 
