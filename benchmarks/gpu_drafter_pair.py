@@ -112,6 +112,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=Path, required=True, help="folder that the processes share")
     parser.add_argument("--arms", nargs="+", required=True)
+    parser.add_argument("--begin-with", type=Path, help="drafter to go on from, instead of the recipe's")
+    parser.add_argument("--text-seed", type=int, help="of the training text, instead of the recipe's")
     parser.add_argument("--write-text", action="store_true")
     parser.add_argument("--text-seconds", type=float, default=28.0)
     parser.add_argument("--seconds", type=float, help="of the first arm's training")
@@ -145,7 +147,8 @@ def main() -> None:
     )
     if args.write_text:
         stream, deadline = load_tokens(args.data, "train"), time.monotonic() + args.text_seconds
-        save_generated(generate_text(target, stream, selfgen, deadline=deadline, report=say), text_path)
+        training = selfgen if args.text_seed is None else replace(selfgen, seed=args.text_seed)
+        save_generated(generate_text(target, stream, training, deadline=deadline, report=say), text_path)
     wait_for(text_path, 120)
     text = load_generated(text_path, device)
     held_out = held_out_text(target, args.data, selfgen)
@@ -163,7 +166,10 @@ def main() -> None:
         if args.seconds is None and "seconds" in limit:
             wait_for(steps_path, 240)
             limit = json.loads(steps_path.read_text())
-        found = train_arm(name, recipes[name], limit, common, held_out, args.out)
+        recipe = recipes[name]
+        if args.begin_with is not None:
+            recipe = replace(recipe, warm_start=str(args.begin_with))
+        found = train_arm(name, recipe, limit, common, held_out, args.out)
         if "seconds" in limit:
             limit = {"steps": found["step"]}
             atomic_write_json(steps_path, limit)
