@@ -238,18 +238,20 @@ class Bench:
         tiny = self.args.tiny
         options = {"max_model_len": 64 if tiny else 1024, "kv_cache_memory_bytes": None if tiny else 1 << 30}
         spark, flash = (self.engine("nano", name, **options) for name in ("nano-dspark", "nano-dflash"))
+        fp8 = self.engine("nano", "nano-dspark", speculative={"quantization": "fp8"}, **options)
         result["seconds_by_rows"] = spark._prices.costs.table.tolist()
         modes = {
             "off": (spark, 0),
             "dflash 7": (flash, LENGTH),
             "dspark 7": (spark, LENGTH),
+            "dspark 7 fp8": (fp8, LENGTH),
             "dspark scheduled": (spark, None),
         }
         texts = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
         for temperature in (0.0, 0.8):
             watch = Watch(spark)
-            for streams in (1,) if tiny else (1, 4, 16):
-                if self.left() < 0.45 * self.args.budget and not tiny:
+            for streams in (1,) if tiny else self.args.streams:
+                if self.left() < 0.6 * self.args.budget and not tiny:
                     break
                 ids = [spark.tokenizer.encode(texts[i % len(texts)])[: 8 + 3 * i] for i in range(streams)]
                 found = self.compare(modes, ids, temperature, 8 if tiny else 256)
@@ -306,6 +308,7 @@ def main() -> None:
     parser.add_argument("--parts", default="walk,nano,xs")
     parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
     parser.add_argument("--shape", default="laguna-xs")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="of nano")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()

@@ -16,6 +16,7 @@ from lean_laguna.engine.gpu_state import MAX_ROWS, Block
 
 _REPEATS = 3
 _WINDOW = 15  # steps that say how much longer they take than at start, most of it for their context
+_REFRESH_EVERY = 32  # steps: they may take longer than before at the same worth of time
 _LEAST_CHANGE = 0.02  # of prices, below which the device keeps the old ones
 
 Table = Sequence[Sequence[float]]
@@ -52,9 +53,15 @@ class Prices:
     def __init__(self, programs: StepPrograms, costs: RowCosts):
         self._programs, self.costs = programs, costs
         self._sent = np.zeros((2, MAX_ROWS + 1), dtype=np.float32)
+        self._sent_for: float | None = None
+        self._num_asked = 0
 
     def set(self, tokens_per_s: float | None) -> None:
         """Have drafts cut by what time is worth, or, given None, kept."""
+        self._num_asked += 1
+        if tokens_per_s == self._sent_for and self._num_asked % _REFRESH_EVERY:
+            return
+        self._sent_for = tokens_per_s
         prices = np.zeros_like(self._sent) if tokens_per_s is None else self.costs.prices(tokens_per_s)
         if np.abs(prices - self._sent).max() > _LEAST_CHANGE * np.abs(self._sent).max():
             host = torch.from_numpy(prices)

@@ -91,6 +91,7 @@ class GpuEngine(LLMEngine):
         self._schedule = self.controller.schedule if self.controller is not None else None
         if self._schedule is not None:
             self._schedule.row_tiles = (NARROW, MAX_ROWS)
+            self._schedule.compares_caps = False  # another number of rows lays all requests out anew
         is_measured = is_gpu and self._schedule is not None
         self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget

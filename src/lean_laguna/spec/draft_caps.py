@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lean_laguna.spec.draft_schedule import StepCosts
 
 _DECAY = 0.98
-_TRY_CLOSE_EVERY, _TRY_ANY_EVERY, _CLOSE = 32, 512, 0.95  # scheduled steps, and share of the best rate
+_TRY_CLOSE_AFTER, _TRY_ANY_AFTER, _CLOSE = 128, 1024, 0.95  # scheduled steps, and share of the best rate
 
 
 class DraftCaps:
@@ -20,7 +20,7 @@ class DraftCaps:
     def __init__(self) -> None:
         self._tokens: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
-        self._num_steps = 0
+        self._num_steps = self._last_trial = 0
 
     def observe(
         self,
@@ -62,8 +62,11 @@ class DraftCaps:
         best = max(known, key=lambda cap: (rates[cap], -cap))
         longer = next((cap for cap in caps if cap > best), best)
         is_close = rates.get(longer, rates[best]) > _CLOSE * rates[best]
-        every = _TRY_CLOSE_EVERY if is_close else _TRY_ANY_EVERY
-        return longer if longer not in rates or self._num_steps % every == 0 else best
+        after = _TRY_CLOSE_AFTER if is_close else _TRY_ANY_AFTER
+        if longer in rates and self._num_steps - self._last_trial < after:
+            return best
+        self._last_trial = self._num_steps
+        return longer
 
 
 def full_lengths(row_tiles: Sequence[int], batch: int, max_draft_tokens: int) -> list[int]:

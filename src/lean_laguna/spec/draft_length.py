@@ -18,16 +18,14 @@ from typing import Any
 
 from lean_laguna.core.config import DraftLength
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.spec.draft_caps import DraftCaps, full_lengths
 from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
-from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
+from lean_laguna.spec.draft_schedule import DraftSchedule
+from lean_laguna.spec.scheduled_steps import ScheduledSteps
 
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_EVERY = 4  # steps between looks at all lengths: a look costs as much as a small kernel
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
-_EARNING_DECAY, _LEAST_EARNING_STEPS = 0.99, 8  # of what scheduled steps bring
-_EXPECTED_GAIN = 1.1  # of scheduled steps over the best fixed length, until it is known
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,13 @@ class _Cell:
         self.is_known = is_known
         self.current: int | None = None
         self.tokens_per_s: list[float] = []  # by draft length, as of the last plan
+        self.fixed_tokens_per_s: list[float] = []  # of steps that send all drafts
         self.num_steps = 0
         self.last_tried: dict[int, int] = {}
         self.probe: int | None = None
         self.probe_paid = False
         self.saved_s = 0.0
-        self.earned_tokens = self.earned_s = 0.0  # decayed, of scheduled steps
-        self.num_earning = 0
-        self.gain = _EXPECTED_GAIN
-        self.caps = DraftCaps()
+        self.scheduled = ScheduledSteps()
 
 
 class DraftLengthController:
@@ -129,11 +125,14 @@ class DraftLengthController:
         length = self._choose_fixed(batch, context_len)
         if self.schedule is None:
             return length
-        self.schedule.costs = costs = self._step_costs(batch) if may_schedule else None
-        if costs is None:
+        cell = self._cells.get(self._last_key)
+        is_fixed = not may_schedule or self._fixed is not None or cell is None or cell.probe is not None
+        if is_fixed or cell is None or not cell.current:
+            self.schedule.costs = None
             return length
-        caps = full_lengths(self.schedule.row_tiles, batch, self.max_draft_tokens)
-        return self._cells[self._last_key].caps.choose(caps, length)
+        return cell.scheduled.choose(
+            self.schedule, cell.times, batch, length, cell.tokens_per_s[length], self.max_draft_tokens
+        )
 
     def _choose_fixed(self, batch: int, context_len: int) -> int:
         """Return the length of a step whose drafts are all sent."""
@@ -195,39 +194,10 @@ class DraftLengthController:
         if cell.current is not None:
             emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
             self._settle(cell, num_draft_tokens, draft_s + verify_s, emitted)
-            if num_made_tokens is not None and cell.current:
-                self._earn(cell, key, emitted, (num_draft_tokens, num_made_tokens))
-                self._compare_caps(cell, batch, num_made_tokens)
-
-    def _compare_caps(self, cell: _Cell, batch: int, num_made_tokens: int) -> None:
-        costs = self._step_costs(batch)
-        if self.schedule is not None and costs is not None and self.schedule.survival:
-            caps = full_lengths(self.schedule.row_tiles, batch, self.max_draft_tokens)
-            draft_s = [cell.times.estimate(k)[0] for k in range(self.max_draft_tokens + 1)]
-            cell.caps.observe(caps, num_made_tokens, self.schedule.survival, costs, draft_s)
-
-    def _step_costs(self, batch: int) -> StepCosts | None:
-        """Return what a step of the last choice's kind costs; None if that is fixed, unknown or on trial."""
-        cell = self._cells.get(self._last_key)
-        if self._fixed is not None or cell is None or not cell.current or cell.probe is not None:
-            return None
-        if cell.num_earning >= _LEAST_EARNING_STEPS:
-            tokens_per_s = cell.earned_tokens / max(_LEAST_STEP_S, cell.earned_s)
-        else:
-            tokens_per_s = cell.tokens_per_s[cell.current]
-        verify_s = [cell.times.estimate(k)[1] for k in range(self.max_draft_tokens + 1)]
-        return StepCosts(verify_s, batch * tokens_per_s)
-
-    def _earn(self, cell: _Cell, key: tuple[int, int], emitted: float, lengths: tuple[int, int]) -> None:
-        """Account for a scheduled step of drafts sent and made, by what such steps usually take."""
-        sent, made = lengths
-        step_s = cell.times.estimate(made)[0] + cell.times.estimate(sent)[1]
-        cell.earned_tokens = cell.earned_tokens * _EARNING_DECAY + emitted
-        cell.earned_s = cell.earned_s * _EARNING_DECAY + max(_LEAST_STEP_S, step_s)
-        cell.num_earning += 1
-        if cell.num_earning >= _LEAST_EARNING_STEPS and cell.num_earning % _PLAN_EVERY == 0:
-            fixed = max(self._fixed_rates(key, cell)[1:])
-            cell.gain = cell.earned_tokens / cell.earned_s / fixed
+            if num_made_tokens is not None and cell.current and self.schedule is not None:
+                lengths = (num_draft_tokens, num_made_tokens)
+                best = cell.fixed_tokens_per_s[cell.current]
+                cell.scheduled.observe(self.schedule, cell.times, lengths, emitted, best)
 
     def explain(self) -> str:
         """Say in one line what is used for the last batch and context, and why."""
@@ -318,14 +288,12 @@ class DraftLengthController:
 
     def _tokens_per_s(self, key: tuple[int, int], cell: _Cell) -> list[float]:
         """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
-        rates = self._fixed_rates(key, cell)
-        return rates if self.schedule is None else [rates[0], *(rate * cell.gain for rate in rates[1:])]
-
-    def _fixed_rates(self, key: tuple[int, int], cell: _Cell) -> list[float]:
         tokens = self._acceptance(key[0]).tokens_per_step()
-        return [
+        cell.fixed_tokens_per_s = rates = [
             expected / max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k, expected in enumerate(tokens)
         ]
+        gain = 1.0 if self.schedule is None else cell.scheduled.gain
+        return [rates[0], *(rate * gain for rate in rates[1:])]
 
     def _probe(self, cell: _Cell, rates: list[float], current: int) -> int | None:
         """Return another length worth trying now, if the time for it has been saved up."""

@@ -73,6 +73,7 @@ class DraftSchedule:
 
     Attributes:
         row_tiles: Numbers of rows that steps are made for: more rows up to the next cost a drafter little.
+        compares_caps: Find out how far to draft; else as far as the rows of the tile go.
         costs: Of the step at hand; None where drafts are sent as they are.
         survival: Per sequence drafted for in the last step, chances of its drafts as far as known.
         cut: Per sequence drafted for in the last step, the chances of its drafts that were made and not sent,
@@ -81,6 +82,7 @@ class DraftSchedule:
     """
 
     row_tiles: Sequence[int] = ROW_TILES
+    compares_caps: bool = True
     costs: StepCosts | None = None
     survival: list[list[float]] = field(default_factory=list)
     cut: list[tuple[float, ...]] = field(default_factory=list)

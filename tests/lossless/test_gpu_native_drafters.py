@@ -1,0 +1,106 @@
+"""On a GPU, with the small model's own weights: drafters of every kind change no token and no logit.
+
+    python -m pytest -m gpu tests/lossless/test_gpu_native_drafters.py
+
+DSpark with drafts cut by confidence, in FP8, and under options that the host decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from lean_laguna.core.structured_outputs import StructuredOutputs
+from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.llm import LLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # Libraries of the machine at hand warn about themselves; the suite's own warnings are caught elsewhere.
+    pytest.mark.filterwarnings("default"),
+]
+
+TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\nfor name in")
+OPTIONS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {},
+    "top_k": {"top_k": 20, "top_p": 0.9},
+    "logprobs": {"logprobs": 3},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "top_p": {"top_p": 0.8},
+    "structured": {"structured_outputs": StructuredOutputs(regex="[a-z_ ]{20,40}"), "ignore_eos": False},
+}
+DRAFTERS = {
+    "dspark": {"model": "nano-dspark"},
+    "dspark fp8": {"model": "nano-dspark", "quantization": "fp8"},
+    "dflash fp8": {"model": "nano-dflash", "quantization": "fp8"},
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def engine(request):
+    llm = LLM(
+        "nano",
+        speculative_config=DRAFTERS[request.param],
+        kernels="triton",
+        max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 30,
+    )
+    return Watched(llm.engine)
+
+
+class Watched:
+    """An engine whose logits are hashed, sequence by sequence."""
+
+    def __init__(self, engine):
+        self.engine, self._digests = engine, {}
+        engine.watch_logits(self._watch)
+        self.prompts = [[2, *engine.tokenizer.encode(text)] for text in TEXTS]
+
+    def _watch(self, sequence, logits):
+        rows = logits[: sequence.completion.num_remaining].contiguous().numpy()
+        self._digests.setdefault(sequence, hashlib.sha256()).update(rows)
+
+    def run(self, num_drafts, max_tokens=48, **options):
+        params = [
+            SamplingParams(
+                **{"temperature": 0.8, "ignore_eos": True, "max_tokens": max_tokens, "seed": i, **options}
+            )
+            for i in range(len(self.prompts))
+        ]
+        states = [
+            self.engine.add_request(prompt, one, num_speculative_tokens=num_drafts)
+            for prompt, one in zip(self.prompts, params, strict=True)
+        ]
+        while any(not state.is_finished for state in states):
+            self.engine.step()
+        found, accepted = [], 0
+        for state in states:
+            output = state.snapshot().outputs[0]
+            accepted += output.speculation.num_accepted_tokens if output.speculation else 0
+            digest = self._digests.pop(state.sequences[0]).hexdigest()
+            found.append((list(output.token_ids), output.logprobs, digest))
+        return found, accepted
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_drafter_changes_nothing_at_a_fixed_length_or_scheduled(engine, name):
+    expected, _ = engine.run(0, **OPTIONS[name])
+    for num_drafts in (7, None):
+        found, accepted = engine.run(num_drafts, **OPTIONS[name])
+        assert found == expected
+        assert accepted > 0 or num_drafts is None
+
+
+def test_drafts_cut_by_confidence_change_nothing(engine):
+    if engine.engine.controller.schedule is None:
+        assert engine.engine.proposer.drafter.config.dspark is None
+        return
+    expected, _ = engine.run(0, 400)
+    found, _ = engine.run(None, 400)
+    again, _ = engine.run(None, 400)
+    assert found == expected == again
+    assert engine.engine.stats().speculation.num_cut_draft_tokens > 0

@@ -1,0 +1,63 @@
+"""Scheduled steps on a simulated machine: drafts go as far as pays; a drafter wrong about itself is left."""
+
+import itertools
+import random
+
+import pytest
+
+from lean_laguna.spec.draft_caps import full_lengths
+from lean_laguna.spec.draft_costs import StepTimes
+from lean_laguna.spec.draft_schedule import DraftSchedule
+from lean_laguna.spec.scheduled_steps import ScheduledSteps
+
+DRAFT_S, VERIFY_S = [0.0, *[0.4 + 0.02 * k for k in range(1, 16)]], [1 + 0.12 * k for k in range(16)]
+
+
+def times():
+    found = StepTimes()
+    for k in range(16):
+        found.add(k, DRAFT_S[k], VERIFY_S[k])
+    return found
+
+
+def simulate(steps, schedule, draw, *, num=800, said=None, best=1.2, length=3):
+    """Return the caps used and tokens over time of the last half; ``said`` is what the drafter claims."""
+    known, caps, tokens, seconds = times(), [], 0.0, 0.0
+    for i in range(num):
+        cap = steps.choose(schedule, known, 1, length, best, 15)
+        caps.append(cap)
+        chance = draw.random() ** (0.15 if draw.random() < 0.5 else 3)
+        chances = list(itertools.accumulate([chance] * cap, lambda a, b: a * b))
+        claimed = chances if said is None else [said] * cap
+        sent = length if schedule.costs is None else schedule.costs.best_length([claimed])
+        accepted = next((k for k in range(sent) if draw.random() > chance), sent)
+        if schedule.costs is not None:
+            schedule.survival = [claimed]
+            steps.observe(schedule, known, (sent, cap), 1 + accepted, best)
+        if i > num // 2:
+            tokens += 1 + accepted
+            seconds += DRAFT_S[cap] + VERIFY_S[sent]
+    return caps, tokens / seconds
+
+
+def test_promising_steps_draft_further_than_the_best_fixed_length():
+    schedule = DraftSchedule()
+    caps, rate = simulate(ScheduledSteps(), schedule, random.Random(1), best=1.0)
+    assert max(set(caps), key=caps.count) >= 7
+    assert rate > 1.05 * 1.0
+    fixed = DraftSchedule(compares_caps=False, row_tiles=(8, 16))
+    assert set(simulate(ScheduledSteps(), fixed, random.Random(1))[0]) == {7}
+
+
+def test_a_drafter_that_is_wrong_about_itself_is_not_followed_for_long():
+    steps, schedule = ScheduledSteps(), DraftSchedule()
+    caps, _ = simulate(steps, schedule, random.Random(2), said=1.0, best=1.6)
+    assert caps.count(3) > 400
+
+
+@pytest.mark.parametrize(
+    ("tiles", "batch", "expected"),
+    [((2, 4, 8, 12, 16), 1, [1, 3, 7, 11, 15]), ((8, 16), 1, [7, 15]), ((8, 16), 2, [3, 7, 15])],
+)
+def test_lengths_that_fill_tiles(tiles, batch, expected):
+    assert full_lengths(tiles, batch, 15) == expected
