@@ -187,7 +187,7 @@ class EngineConfig:
         seed: Seeds requests that bring no seed of their own; None draws one.
         kernels: ``torch``: plain PyTorch; ``triton``: the kernels of ``kernels.triton``, on a GPU or under
             Triton's interpreter; ``cuda``: those, and CUDA C++ for the layers' parts that fit; ``auto``:
-            Triton on a GPU, where the models allow it.
+            like ``cuda`` on a GPU, where the models allow it.
         load_format: ``auto`` reads weights; ``dummy`` draws them at random, for timing only: of ``shape``, or
             of the model folder's ``config.json``.
         shape: With ``dummy``: a published model's name, such as ``laguna-xs``; the drafter named ``dummy`` is
