@@ -13,8 +13,7 @@ from lean_laguna.spec.draft_costs import StepTimes
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
 _DECAY = 0.99
-_LEAST_STEPS = 8  # before what was earned says what time is worth
-_EXPECTED_GAIN = 1.1  # over the best fixed length, until it is known
+_EXPECTED_GAIN, _EXPECTED_TOKENS = 1.05, 60.0  # over the best fixed length, and what the guess counts for
 _LEAST_GAIN, _KNOWN_AFTER, _FIXED_STEPS = 0.98, 128, 256
 _PLAN_LASTS = 8  # steps; working it out costs as much as some kernels
 _LEAST_STEP_S = 1e-9
@@ -43,7 +42,7 @@ class ScheduledSteps:
         self.gain = _EXPECTED_GAIN
         self._caps = DraftCaps()
         self._plan: _Plan | None = None
-        self._tokens = self._seconds = 0.0
+        self._tokens, self._fixed_tokens = _EXPECTED_GAIN * _EXPECTED_TOKENS, _EXPECTED_TOKENS
         self._num_steps = self._num_known = 0
         self._fixed_left = 0
 
@@ -63,7 +62,7 @@ class ScheduledSteps:
             times: Of steps, by draft length.
             batch: Sequences.
             length: The best fixed length.
-            tokens_per_s: Expected of one sequence at that length.
+            tokens_per_s: Expected of one sequence of steps like these.
             max_draft_tokens: Longest draft.
 
         Returns:
@@ -75,8 +74,6 @@ class ScheduledSteps:
             return length
         plan = self._plan
         if plan is None or self._num_steps >= plan.until or plan.made_for != (batch, length):
-            if self._num_known >= _LEAST_STEPS:
-                tokens_per_s = self._tokens / self._seconds
             estimates = [times.estimate(k) for k in range(max_draft_tokens + 1)]
             caps = full_lengths(schedule.row_tiles, batch, max_draft_tokens)
             cap = next((cap for cap in caps if cap >= length), length)
@@ -105,14 +102,16 @@ class ScheduledSteps:
         """
         sent, made = lengths
         step_s = times.estimate(made)[0] + times.estimate(sent)[1]
+        # Against what the best fixed length would have earned in the same time, on the same text.
         self._tokens = self._tokens * _DECAY + emitted
-        self._seconds = self._seconds * _DECAY + max(_LEAST_STEP_S, step_s)
+        self._fixed_tokens = self._fixed_tokens * _DECAY + max(_LEAST_STEP_S, step_s) * best
         self._num_steps += 1
         self._num_known += 1
         plan = self._plan
         if plan is not None and schedule.compares_caps and schedule.survival:
             self._caps.observe(plan.caps, made, schedule.survival, plan.costs, plan.draft_s)
-        if self._num_known >= _LEAST_STEPS:
-            self.gain = self._tokens / self._seconds / max(_LEAST_STEP_S, best)
+        self.gain = self._tokens / self._fixed_tokens
         if self._num_known >= _KNOWN_AFTER and self.gain < _LEAST_GAIN:
-            self._fixed_left, self._num_known, self.gain = _FIXED_STEPS, 0, 1.0
+            self._fixed_left, self._num_known = _FIXED_STEPS, 0
+            self._tokens, self._fixed_tokens = _EXPECTED_TOKENS, _EXPECTED_TOKENS
+            self.gain = 1.0
