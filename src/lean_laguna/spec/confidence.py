@@ -4,8 +4,7 @@ A draft survives when it and all before it are accepted. Calibration divides the
 temperature and adds a bias: the head is trained on the overlap of two distributions, which is not how often a
 draft with shared noise, or a greedy one, is accepted. That depends on how the target chooses, so greedy and
 sampled requests have their own. Positions are fitted from left to right (the paper's sequential scaling),
-each to the survival that it and those before it predict together: verification is decided by that, and positions
-are not independent of each other.
+each to the survival that it and those before it predict together: verification is decided by that.
 
 Source: DSpark (arXiv 2607.05147), section 3.2 and appendix (STS).
 """
