@@ -74,7 +74,11 @@ def main() -> None:
             "rows": len(rows.tokens), "steps": args.steps,
             "source_004": {str(step): row for step, row in SOURCE.items()},
         }  # fmt: skip
+        if args.out.exists():  # of a run that was cut short
+            result = json.loads(args.out.read_text())
         for name, is_shifted in (("shifted", True), ("as_dflash", False)):
+            if name in result:
+                continue
             layout = recipe.model["dflash_config"] | {"sample_from_anchor": is_shifted}
             start = replace(recipe, model=recipe.model | {"dflash_config": layout})
             drafter = build_drafter(start, target, torch.device("cpu"), name).requires_grad_(False)

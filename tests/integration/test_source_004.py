@@ -25,16 +25,17 @@ STEPS = 16
 def test_acceptance_on_held_out_answers_rises(tmp_path):
     prompts = find_recipe("tiny/dspark").with_name("prompts.jsonl").read_text().splitlines()[:16]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    answers = tmp_path / "answers.jsonl"
     run_responses(
-        tmp_path / "prompts.jsonl", resolve_model("nano"), tmp_path / "answers.jsonl",
-        ResponseOptions(max_tokens=80), device="cpu", drafter="nano-dflash", is_given=False, report=lambda line: None,
+        tmp_path / "prompts.jsonl", resolve_model("nano"), answers, ResponseOptions(max_tokens=80), device="cpu",
+        drafter="nano-dflash", is_given=False, report=lambda line: None,
     )  # fmt: skip
     target = load_laguna(resolve_model("nano"), dtype=torch.float32).requires_grad_(False)
     recipe = load_recipe(DrafterRecipe, find_recipe("tiny/dspark"))
     layout = recipe.model["dflash_config"] | {"sample_from_anchor": True}
     recipe = replace(recipe, model=recipe.model | {"dflash_config": layout}, save_every_s=1e9)
     documents = read_documents(
-        tmp_path / "answers.jsonl", vocab_size=target.config.vocab_size, max_length=recipe.length,
+        answers, vocab_size=target.config.vocab_size, max_length=recipe.length,
         min_supervised=14,
     )  # fmt: skip
     kept, held_out = split_documents(documents, recipe)
