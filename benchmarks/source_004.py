@@ -2,9 +2,9 @@
 
 Its 60 conversations are recipes/tiny/prompts.jsonl, answered by laguna-nano; a share of them is held out. Two
 layouts: shifted, as the source's trainer lays blocks out, so that a DFlash start, whose masks predict where
-they are, must learn to look one token further; and DFlash's own, where step 0 is the DFlash drafter. Acceptance
-on the held-out answers, walked as serving walks, is measured before, at every fourth step and after; the
-training batches' figures stand beside the source's.
+they are, must learn to look one token further; and DFlash's own, where step 0 is the DFlash drafter.
+Acceptance on the held-out answers, walked as serving walks, is measured before, at every fourth step and
+after; the training batches' figures stand beside the source's.
 Example: python benchmarks/source_004.py --out results/source_004.json
 """
 

@@ -27,8 +27,8 @@ def test_acceptance_on_held_out_answers_rises(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     answers = tmp_path / "answers.jsonl"
     run_responses(
-        tmp_path / "prompts.jsonl", resolve_model("nano"), answers, ResponseOptions(max_tokens=80), device="cpu",
-        drafter="nano-dflash", is_given=False, report=lambda line: None,
+        tmp_path / "prompts.jsonl", resolve_model("nano"), answers, ResponseOptions(max_tokens=80),
+        device="cpu", drafter="nano-dflash", is_given=False, report=lambda line: None,
     )  # fmt: skip
     target = load_laguna(resolve_model("nano"), dtype=torch.float32).requires_grad_(False)
     recipe = load_recipe(DrafterRecipe, find_recipe("tiny/dspark"))
