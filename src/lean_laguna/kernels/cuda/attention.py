@@ -82,8 +82,10 @@ def attend(
         KV_BLOCK=cache[0].shape[1],
         MAX_SPLITS=num_splits(shape, rotary[0].shape[0]),
     )
-    shared = (2 * keys + 16) * (p + 8) * 2 + 16 * (keys + 8) * 2 + 2 * WARPS * 16 * 4 + 16
+    shared = (2 * keys + 16) * (p + 8) * 2 + 16 * (keys + 8) * 2 + 2 * WARPS * 16 * 4 + 3 * 16 * 4 + 16
     programs = multiprocessors(qkv.device) * (2 if shape.window else 1)
+    # As many as there are KV heads, or so many times that: a program's splits are then all of one head.
+    programs -= programs % shape.num_kv_heads if programs > shape.num_kv_heads else 0
     arguments = (
         qkv,
         out,
