@@ -30,7 +30,7 @@ from lean_laguna.train.drafter_forward import TargetStates, block_hidden, drafte
 from lean_laguna.train.recipe import DrafterRecipe, load_recipe
 from lean_laguna.train.recipe_files import find_recipe
 
-BATCH, LENGTH, ANCHORS, HEADS, KV_HEADS, SIZE = 2, 96, 12, 4, 2, 32
+BATCH, LENGTH, ANCHORS, HEADS, KV_HEADS, SIZE = 2, 200, 32, 4, 2, 32
 
 
 def rule_by_hand(anchors, slots, length, window, causal, documents) -> Tensor:

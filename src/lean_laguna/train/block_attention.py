@@ -18,6 +18,7 @@ from torch import Tensor
 
 AttentionKind = Literal["dense", "sdpa", "flex"]
 _KEY_MULTIPLE = 8  # masked GPU kernels want rows of the mask to begin at such multiples
+_FLEX_ROWS = 128  # fewer query rows take FlexAttention's decoding kernel, which has no program for such masks
 
 
 def context_mask(anchors: Tensor, num_slots: int, length: int, window: int | None) -> Tensor:
@@ -153,6 +154,8 @@ class BlockAttention:
     ) -> Tensor:
         slots, heads, size = q.shape[1:]
         batch, per_sequence = self.anchors.shape
+        if q.is_cuda and per_sequence * slots < _FLEX_ROWS:
+            return self._sdpa(layer, q, context_k, context_v, block_k, block_v)
 
         def lay_out(context: Tensor, own: Tensor) -> Tensor:
             both = (part.reshape(batch, -1, part.shape[-2], size) for part in (context, own))
