@@ -33,6 +33,12 @@ def vllm_limits(source: Source, schemes: Mapping[str, WeightScheme]) -> list[str
         mixed = [name for name, kinds in found.items() if len(kinds) > 1]
         if mixed:
             notes.append(f"vLLM runs {title} as one and refuses several schemes among them, as in {mixed[0]}")
+    own_keys = [module for module in merged if source.is_drafter and _qkv(module)]
+    if own_keys:
+        notes.append(
+            f"vLLM reads a drafter's k and v as plain weights: with {own_keys[0]} quantised it cannot draft; "
+            "this engine can"
+        )
     for module, scheme in merged.items():
         sizes = source.shapes[module]
         if scheme.block and class_of(module) == "experts" and any(size % 128 for size in sizes):
@@ -46,7 +52,7 @@ def vllm_limits(source: Source, schemes: Mapping[str, WeightScheme]) -> list[str
 
 def _qkv(module: str) -> str | None:
     name = fused_set(module)
-    return name if name.endswith("qkv_proj") else None
+    return name if name.endswith("self_attn.qkv_proj") else None
 
 
 def _experts(module: str) -> str | None:

@@ -30,6 +30,7 @@ def test_whole_kinds_are_one_expression(source: Source) -> None:
         r"re:.*layers\.3\.mlp\.experts\.\d+\.(down_proj|gate_proj|up_proj)$"
     ]
     assert targets_of(["lm_head"], source.shapes) == ["lm_head"]
+    assert targets_of(["fc"], ["fc", "norm"]) == [r"re:(.*\.)?fc$"]
 
 
 @pytest.mark.parametrize("seed", range(20))

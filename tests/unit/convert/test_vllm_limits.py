@@ -9,6 +9,7 @@ import pytest
 from lean_laguna.convert.quantize_plan import Rule, group_rules, make_plan, parse_scheme
 from lean_laguna.convert.source import Source, open_source
 from lean_laguna.convert.vllm_limits import vllm_limits
+from support.checkpoints import write_tiny_drafter
 from support.quantised import write_target
 
 
@@ -41,3 +42,12 @@ def test_blocks_that_do_not_divide_experts_are_named(source: Source) -> None:
     (note,) = vllm_limits(source, make_plan(source, group_rules("experts", parse_scheme("fp8-block"))))
     assert "multiples" in note
     assert "[32, 16]" in note
+
+
+def test_a_drafter_whose_keys_are_quantised_is_named(tmp_path: Path) -> None:
+    drafter = open_source(write_tiny_drafter(tmp_path))
+    (note,) = vllm_limits(drafter, make_plan(drafter, group_rules("all", parse_scheme("fp8-channel"))))
+    assert "plain weights" in note
+    assert (
+        vllm_limits(drafter, make_plan(drafter, group_rules("dense+fc", parse_scheme("fp8-channel")))) == []
+    )
