@@ -118,6 +118,7 @@ def main(names: list[str]) -> int:
         print(f"unknown client {', '.join(sorted(unknown))}; known: {', '.join(CLIENTS)}", file=sys.stderr)
         return 2
     sections, failed = [], []
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip()
     with tempfolder() as work, serving(work) as (url, said):
         for name in names or CLIENTS:
             print(f"{name} ...", flush=True)
@@ -129,7 +130,6 @@ def main(names: list[str]) -> int:
                 print(section, flush=True)
     if names:
         return 1 if failed else 0
-    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip()
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     head = (
         f"# Clients against the server\n\nMade by `make clients` on {day}, commit {commit}, two CPU cores.\n"
