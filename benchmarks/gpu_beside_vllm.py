@@ -29,8 +29,9 @@ from typing import Any
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
 DRAFTS = len(RATES)
 STREAMS = (4, 2, 8, 16, 1)
+OURS = ("plain", "3 drafts", "drafts", "own choice")
 PLAN = "ours,vllm-plain,vllm-drafts,ours-again"
-SECONDS = {"ours": 110, "ours-again": 50, "vllm-plain": 180, "vllm-drafts": 200, "vllm-nvfp4": 170}
+SECONDS = {"ours": 125, "ours-again": 50, "vllm-plain": 180, "vllm-drafts": 200, "vllm-nvfp4": 170}
 SECONDS |= {"vllm-fp8": 170, "vllm-nvfp4-drafts": 180, "vllm-fp8-drafts": 180, "vllm-drafts-3": 150}
 Generate = Callable[[Sequence[list[int]], int], float]
 
@@ -93,8 +94,15 @@ class Side:
             for _ in range(2)
         ]
 
-    def all(self, ways: dict[str, Generate], streams: Sequence[int], *, has_long: bool = True) -> None:
-        """Measure the issue's figures in the order of their weight."""
+    def all(
+        self,
+        ways: dict[str, Generate],
+        streams: Sequence[int],
+        more: dict[str, Generate] | None = None,
+        *,
+        has_long: bool = True,
+    ) -> None:
+        """Measure the issue's figures in the order of their weight; ``more`` ways are for many streams only."""
         tiny = self.args.tiny
         short, new, long, few = (20, 8, 60, 4) if tiny else (2048, 513, 32768, 129)
         for label, generate in ways.items():
@@ -106,7 +114,7 @@ class Side:
                 continue
             self.measure(f"{label}: 32768", lambda g=generate: self.one_stream(g, long, few, 2), 10)
         for count in streams:
-            for label, generate in ways.items():
+            for label, generate in (ways | (more or {})).items():
                 self.measure(f"{label}: {count} streams", lambda g=generate, n=count: self.many_streams(g, n))
 
 
@@ -158,7 +166,7 @@ def ours(args: argparse.Namespace, begin: float) -> None:
     if not is_again:
         side.measure("card", lambda: card(llm))
         ways["own choice"] = way(None)
-    side.all(ways, () if is_again else STREAMS)
+    side.all(ways, () if is_again else STREAMS, {"3 drafts": way(3)})
     side.found["chosen"] = llm.stats().draft_length_reason
     side.found["tokens_per_step"] = llm.stats().speculation.mean_acceptance_length
     side.write()
@@ -447,7 +455,7 @@ def show(sides: dict[str, Any]) -> None:
                 values = [best(one.get(key), measured) for one in (mine, again)]
                 line(f"{way}, prompt {length}, {what}", *values, best(other, measured))
     for count in sorted(STREAMS):
-        for way in ("plain", "drafts", "own choice"):
+        for way in OURS:
             own = best(mine.get(f"{way}: {count} streams"))
             other = best(others.get(way, {}).get(f"{way}: {count} streams"))
             line(f"{way}, {count} streams, tok/s in all", own, None, other)
@@ -457,7 +465,7 @@ def show(sides: dict[str, Any]) -> None:
                 default=None,
             )
             for group, ways in (
-                ((mine,), ("plain", "drafts", "own choice")),
+                ((mine,), OURS),
                 ((*others.values(), fewer), others),
             )
         ]
