@@ -102,7 +102,7 @@ class Side:
         *,
         has_long: bool = True,
     ) -> None:
-        """Measure the issue's figures in the order of their weight; ``more`` ways are for many streams only."""
+        """Measure the issue's figures in the order of their weight; ``more`` ways only with many streams."""
         tiny = self.args.tiny
         short, new, long, few = (20, 8, 60, 4) if tiny else (2048, 513, 32768, 129)
         for label, generate in ways.items():
