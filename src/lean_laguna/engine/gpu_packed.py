@@ -72,10 +72,16 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
     has_more = weight.zero_points is not None or weight.column_groups is not None
     if weight.order == order or has_more or not fits(bits, order, rows, columns):
         return weight
+    scales = weight.scales
+    if weight.scheme.number != "fp4":
+        # The kernels take bfloat16, and FP8's up to 2^7 only.
+        if not torch.equal(scales.bfloat16().float(), scales.float()) or float(scales.float().max()) >= 128:
+            return weight
+        scales = scales.bfloat16()
     codes = weight.codes.view(torch.uint8)
     for expert in codes if codes.dim() == 3 else [codes]:
         expert.copy_(reordered(restored(expert, bits, weight.order), bits, order))
-    return dataclasses.replace(weight, order=order)
+    return dataclasses.replace(weight, order=order, scales=scales)
 
 
 def _by_row(scales: Tensor, weight: PackedWeight) -> Tensor:
@@ -117,10 +123,10 @@ class WeightStore:
         self._packed, self._dtype = packed, dtype
         self.decoded: list[str] = []
 
-    def one(self, name: str, *, pairs: bool = False) -> Weight:
+    def one(self, name: str, *, pairs: bool = False, is_head: bool = False) -> Weight:
         """Return a weight as it is; ``pairs``: its product adds to the residual stream."""
         if name in self._packed:
-            if self._is_by_lane:
+            if self._is_by_lane and not is_head:
                 self._packed[name] = in_lane_order(self._packed[name], pairs=pairs)
             return to_kernels(self._packed[name], self._dtype)
         return self._parameters[name].detach().contiguous()

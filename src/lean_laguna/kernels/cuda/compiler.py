@@ -19,6 +19,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 HEADERS = (
     "common.cuh",
+    "packed.cuh",
     "routing.cuh",
     "mail.cuh",
     "tape.cuh",

@@ -1,20 +1,28 @@
 """The CUDA C++ products of a step: normalise and project, project and add, the two halves of the experts.
 
-Each takes over a Triton kernel of the same meaning on shapes that fit (see ``fits_*``), in BF16 only; Triton
-keeps every other shape and every other card. A shape always takes the same kernel, so a row keeps its bits.
+Each takes over a Triton kernel of the same meaning on shapes that fit (see ``fits_*``), in BF16, with weights
+plain or packed; Triton keeps every other shape and every other card. A shape always takes the same kernel, so a
+row keeps its bits.
 """
 
 from __future__ import annotations
-
-from typing import TypeGuard
 
 from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors
+from lean_laguna.kernels.cuda.formats import (
+    code_of,
+    expert_factors,
+    fits,
+    pair_factors,
+    scale_words,
+    tall_log,
+    unit_factors,
+)
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.triton.experts import Routing
-from lean_laguna.kernels.triton.formats import Weight, plain
+from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
@@ -24,12 +32,19 @@ MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
 ADD_RING = 12
 DOWN_RING = 8
+PACKED_RING = 8
+"""The same where a load brings more columns, and scales."""
 PROGRAMS = 2
 """Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
 first takes its place."""
 MAX_EXPERTS = 256
 TABLE_BYTES = 1 << 15
 """Enough for the routing tables of 16 rows."""
+
+
+def _item_bytes(weight: Weight) -> int:
+    """Return the bytes of shared memory that a lane's item takes: codes, and a word of scales."""
+    return 20 if isinstance(weight, Packed) else 16
 
 
 def _ring(num_loads: int, most: int = 0) -> int:
@@ -40,16 +55,27 @@ def _ring(num_loads: int, most: int = 0) -> int:
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
 
 
-def fits_project(weight: Weight, *, gated: bool = False) -> TypeGuard[Tensor]:
+def _chunks(weight: Weight) -> int:
+    """Return the groups of eight columns in 16 bytes of a row."""
+    if not isinstance(weight, Packed):
+        return 1
+    return 4 if weight.kind in ("fp4", "int4") else 2
+
+
+def _codes(weight: Weight) -> Tensor:
+    return weight.codes if isinstance(weight, Packed) else weight
+
+
+def fits_project(weight: Weight, *, gated: bool = False) -> bool:
     """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
     n, k = weight.shape
-    return isinstance(weight, Tensor) and k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16
+    return k % (THREADS * _chunks(weight)) == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight)
 
 
 def project(
     x: Tensor,
     norm: Tensor,
-    weight: Tensor,
+    weight: Weight,
     out: Tensor,
     num_rows: Tensor,
     eps: float,
@@ -75,9 +101,12 @@ def project(
     """
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
-    ring = _ring(k // THREADS)
+    ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
+    tall = tall_log(weight)
     source = Source.of(
         "project",
+        FORMAT=code_of(weight),
+        TALL=tall,
         K=k,
         N=n,
         WARPS=WARPS,
@@ -87,19 +116,27 @@ def project(
         NORMED=normed is not None,
         PROGRAMS=2,
     )
-    shared = ring * THREADS * 16 + launch.cols * (k + 8) * 2 + k * 2 + 2 * WARPS * launch.cols * 8 * 4
+    shared = (
+        ring * THREADS * _item_bytes(weight)
+        + launch.cols * (k + 8) * 2
+        + k * 2
+        + 2 * WARPS * launch.cols * 8 * 4
+    )
     grid = min(units, PROGRAMS * multiprocessors(x.device))
-    arguments = (x, norm, weight, out, normed, num_rows, eps, x.stride(0), out.stride(0))
+    factors = pair_factors(weight) if gated else unit_factors(weight)
+    weights = (_codes(weight), scale_words(weight, tall), factors)
+    arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
-def fits_project_add(weight: Weight) -> TypeGuard[Tensor]:
+def fits_project_add(weight: Weight) -> bool:
     """Say whether ``project_add`` takes a weight [N, K]."""
-    return isinstance(weight, Tensor) and weight.shape[1] % THREADS == 0 and weight.shape[0] % 16 == 0
+    part = THREADS if isinstance(weight, Tensor) else 2 * THREADS
+    return weight.shape[1] % part == 0 and weight.shape[0] % 16 == 0 and fits(weight, pairs=True)
 
 
 def project_add(
-    x: Tensor, weight: Tensor, hidden: Tensor, num_rows: Tensor, launch: Launch, tap: Tensor | None = None
+    x: Tensor, weight: Weight, hidden: Tensor, num_rows: Tensor, launch: Launch, tap: Tensor | None = None
 ) -> None:
     """Add x @ weight^T, rounded, to the residual stream of the live rows.
 
@@ -113,9 +150,13 @@ def project_add(
     """
     n, k = weight.shape
     blocks = k // THREADS
-    ring = min(ADD_RING, blocks)
+    chunks, tall = _chunks(weight), tall_log(weight)
+    items = 1 if chunks == 4 else 2
+    ring = min(ADD_RING, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
     source = Source.of(
         "project_add",
+        FORMAT=code_of(weight),
+        TALL=tall,
         K=k,
         N=n,
         WARPS=WARPS,
@@ -124,18 +165,31 @@ def project_add(
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
-    arguments = (x, weight, hidden, tap, num_rows, *strides)
-    shared = 2 * ring * THREADS * 16 + WARPS * launch.cols * 16 * 4
+    words, factor = scale_words(weight, tall, pairs=True), unit_factors(weight)
+    arguments = (x, _codes(weight), words, factor, hidden, tap, num_rows, *strides)
+    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4
     launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
+
+
+def _is_packed(weight: Weight) -> bool:
+    return isinstance(weight, Packed)
 
 
 def fits_experts(mlp: SparseWeights) -> bool:
     """Say whether ``run_experts`` takes a MoE block."""
     experts, n, f = mlp.down.shape
     fs = mlp.shared_down.shape[1]
+    weights = [mlp.gate_up, mlp.down, mlp.shared_down]
+    shared = mlp.shared_gate_up if mlp.shared_gate_up is not None else mlp.router_gate_up
+    if len({code_of(weight) for weight in (*weights, shared)}) > 1 or f % (
+        2 * THREADS * _is_packed(mlp.down) or 1
+    ):
+        return False
     return (
-        all(isinstance(weight, Tensor) for weight in (mlp.gate_up, mlp.down, mlp.shared_down))
-        and mlp.shared_gate_up is None
+        all(fits(weight, pairs=pairs) for weight, pairs in zip(weights, (False, True, True), strict=True))
+        and fits(shared)
+        and mlp.gate_up.shape[2] % (THREADS * _chunks(mlp.gate_up)) == 0
+        and fs % (2 * THREADS * _is_packed(mlp.down) or 1) == 0
         and experts % 32 == 0
         and experts <= MAX_EXPERTS
         and n % THREADS == 0
@@ -180,11 +234,13 @@ def run_experts(
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
     """
-    bank_up, bank_down, shared_down = (plain(weight) for weight in (mlp.gate_up, mlp.down, mlp.shared_down))
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
     project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
-    shared_rows = mlp.router_gate_up[experts:]
+    shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
+    up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
+    factors = expert_factors(mlp)
+    chunks, item = _chunks(mlp.gate_up), _item_bytes(mlp.gate_up)
     constants = {
         "E": experts,
         "A": mlp.top_k,
@@ -194,28 +250,34 @@ def run_experts(
         "COLS": cols,
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
+        "FORMAT": code_of(mlp.gate_up),
     }
     table_bytes = _routing_bytes(experts, mlp.top_k, cols)
-    ring = _ring(d // THREADS)
-    up = Source.of("experts_up", K=d, RING=ring, **constants)
-    up_arguments = (normed, scores, mlp.bias, bank_up, shared_rows, routing.act, shared_act)
+    ring = _ring(d // THREADS // chunks, 0 if chunks == 1 else PACKED_RING)
+    up = Source.of("experts_up", K=d, RING=ring, TALL=up_tall, **constants)
+    routed_weights = (_codes(mlp.gate_up), scale_words(mlp.gate_up, up_tall))
+    shared_weights = (_codes(shared_up), scale_words(shared_up, up_tall), factors)
+    up_arguments = (normed, scores, mlp.bias, *routed_weights, *shared_weights, routing.act, shared_act)
     launch_kernel(
         up,
         PROGRAMS * multiprocessors(hidden.device),
         THREADS,
-        ring * THREADS * 16 + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
+        ring * THREADS * item + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )
-    ring = _ring(2 * f // THREADS, DOWN_RING)
-    down = Source.of("experts_down", N=d, RING=ring, **constants)
+    ring = _ring(2 * f // THREADS // chunks, DOWN_RING)
+    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, **constants)
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    down_arguments = (routing.act, shared_act, tables, bank_down, shared_down, hidden, tap)
+    routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
+    shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)
+    shared_weights = (_codes(mlp.shared_down), shared_words, factors)
+    down_arguments = (routing.act, shared_act, tables, *routed_weights, *shared_weights, hidden, tap)
     launch_kernel(
         down,
         d // 16,
         THREADS,
-        ring * THREADS * 16 + staged + WARPS * cols * 32 * 4 + table_bytes,
+        ring * THREADS * item + staged + WARPS * cols * 32 * 4 + table_bytes,
         (*down_arguments, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0)),
         launch,
     )

@@ -10,7 +10,7 @@ float16 has its own, which is the number but for a power of two that goes into t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ class Packed:
         zeros: int8 in the shape of ``scales``, or None.
         columns: [..., K] int32 group of each column where they were reordered, or None.
         order: Of the codes in memory: ``rows``, or as ``quant.lane_order`` describes.
+        derived: What the CUDA C++ kernels made of it, once.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class Packed:
     zeros: Tensor | None = None
     columns: Tensor | None = None
     order: Literal["rows", "lanes", "pairs"] = "rows"
+    derived: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
