@@ -1,8 +1,8 @@
 """The CUDA C++ products of a step: normalise and project, project and add, the two halves of the experts.
 
 Each takes over a Triton kernel of the same meaning on shapes that fit (see ``fits_*``), in BF16, with weights
-plain or packed; Triton keeps every other shape and every other card. A shape always takes the same kernel, so a
-row keeps its bits.
+plain or packed; Triton keeps every other shape and every other card. A shape always takes the same kernel, so
+a row keeps its bits.
 """
 
 from __future__ import annotations

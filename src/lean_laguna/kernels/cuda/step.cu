@@ -97,6 +97,9 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
     const bool stages = !is_second && find_task(task, self.block, at, self.s.rows);
     if (!stages) task.first = task.from = task.to = task.request = task.head = 0;
     staged.find(task, at, task.from, stages, self);
+#if E
+    if (is_second && at.sparse) clear_routing(self);
+#endif
     {
         Tokens x;
         receive_normed(x, self.mail + (is_second ? MIDDLE_AT : HIDDEN_AT), embed, ids,

@@ -90,7 +90,7 @@ def fits_step(layers: Sequence[LayerWeights]) -> bool:
         and all(k % 256 == 0 for k in _lengths(layers))
         and all(width % 4 == 0 for width in dense)
         and len(mixtures) <= 1
-        and all(e % 32 == 0 and e <= 256 and a <= 32 for e, a, *_ in mixtures)
+        and all(e % 32 == 0 and e <= 256 and a <= 32 and f == fs for e, a, f, fs, *_ in mixtures)
     )
 
 
@@ -130,8 +130,8 @@ class Workspace:
         for layer in layers:
             shape, mlp = layer.attention.shape, layer.mlp
             parts = max(parts, MAX_ROWS * shape.num_heads * _splits(layer, CHUNK // 2)[2] * (HEAD_DIM + 2) * 2)
-        width, heads, act, experts, shared = _widths(layers)
-        words = MAX_ROWS * (2 * D + width + heads + act + experts + shared)
+        width, heads, act, experts, _ = _widths(layers)
+        words = MAX_ROWS * (2 * D + width + heads + act + experts)
 
         def zeros(n: int) -> Tensor:
             return torch.zeros(n, dtype=torch.int32, device=device)
@@ -148,7 +148,7 @@ def _widths(layers: Sequence[LayerWeights]) -> tuple[int, int, int, int, int]:
     """Return the widest qkv row, row of heads, row of activations, and E and FS."""
     sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseWeights)]
     acts = [layer.mlp.down.shape[1] for layer in layers if isinstance(layer.mlp, DenseWeights)]
-    acts += [mlp.top_k * mlp.down.shape[2] for mlp in sparse]
+    acts += [(mlp.top_k + 1) * mlp.down.shape[2] for mlp in sparse]
     return (
         max(layer.attention.shape.width for layer in layers),
         max(layer.attention.out.shape[1] for layer in layers),
@@ -288,8 +288,8 @@ def _fixed_bytes(c: dict[str, int]) -> int:
     """Return at least what ``struct Shared`` takes beside the ring."""
     cols, chunk, top_k = c["COLS"], c["CHUNK"], c.get("A", 0)
     staged = (2 * chunk + 16) * (HEAD_DIM + 8) * 2 + 16 * (chunk + 8) * 2
-    staged = max(staged, cols * (top_k * c.get("F", 0) + c["FS"]) * 2)
-    sums = (2 * 16 + (4 if cols > 8 else 8) * 8 + c["PAIRS"] * 2) * WARPS * cols * 4
+    staged = max(staged, cols * (top_k + 1) * c.get("F", 0) * 2)
+    sums = (max(2 * 16, (4 if cols > 8 else 8) * 8) + c["PAIRS"] * 2) * WARPS * cols * 4
     small = 3 * WARPS * 16 * 4 + WARPS * (32 + 32 * 8) + 3 * 16 * 4 + 256
     slots = min(c["E"], cols * top_k)
     routing = 128 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 if c["E"] else 0

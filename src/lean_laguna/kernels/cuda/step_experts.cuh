@@ -58,6 +58,7 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
         if (equals & (equals - 1)) winner = min_over_warp(best == highest ? id : E) & 31;
         if (winner != lane) continue;
         r.chosen[token][a] = (u8)id, r.weights[token][a] = value;
+        atomicOr(&r.live[id >> 5], 1u << (id & 31));
 #pragma unroll
         for (int i = 0; i < E / 32; i++)
             if (i == best_at) keys[i] = lowest;
@@ -71,6 +72,17 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
     if (lane < A) r.weights[token][lane] = rounded(NORM_TOPK ? own / total : own);
 }
 
+// Empty the routing tables; a barrier must follow before `route`.
+DEVICE void clear_routing(Self &self) {
+    Routing &r = self.s.routing;
+#pragma unroll 1
+    for (int i = self.thread; i < SLOTS * COLS; i += THREADS) {
+        (&r.rank[0][0])[i] = NOT_CHOSEN;
+        (&r.slot_weights[0][0])[i] = 0.0f;
+    }
+    if (self.thread < 8) r.live[self.thread] = 0;
+}
+
 // Fill the routing tables; called by all threads, ends with a barrier.
 DEVICE void route(const Layer &at, Self &self) {
     Routing &r = self.s.routing;
@@ -79,39 +91,29 @@ DEVICE void route(const Layer &at, Self &self) {
 #pragma unroll
     for (int i = 0; i < E / 32; i++) bias[i] = at.bias[i * 32 + self.lane];
 #pragma unroll 1
-    for (int i = thread; i < SLOTS * COLS; i += THREADS) {
-        (&r.rank[0][0])[i] = NOT_CHOSEN;
-        (&r.slot_weights[0][0])[i] = 0.0f;
-    }
-    if (thread < 8) r.live[thread] = 0;
-#pragma unroll 1
     for (int token = self.warp; token < self.live; token += WARPS) choose_experts(r, token, bias, at.softcap, self);
     __syncthreads();
-    const int pairs = self.live * A;
+    u32 words[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) words[i] = r.live[i];
 #pragma unroll 1
-    for (int i = thread; i < pairs; i += THREADS) {
-        int id = (&r.chosen[0][0])[i];
-        atomicOr(&r.live[id >> 5], 1u << (id & 31));
-    }
-    __syncthreads();
-    if (thread < 8) {
-        int below = 0;
-        for (int i = 0; i < thread; i++) below += __popc(r.live[i]);
-        r.before[thread] = (u8)below;
-        if (thread == 7) r.num_slots = below + __popc(r.live[7]);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = thread; i < pairs; i += THREADS) {
+    for (int i = thread; i < self.live * A; i += THREADS) {
         const int token = i / A, id = r.chosen[token][i % A];
-        const int slot = r.before[id >> 5] + __popc(r.live[id >> 5] & ((1u << (id & 31)) - 1u));
-        int rank = 0;
+        int slot = 0, rank = 0;
+#pragma unroll
+        for (int w = 0; w < 8; w++)
+            slot += bits_set(w * 32 + 32 <= id ? words[w] : w * 32 > id ? 0 : words[w] & ((1u << (id & 31)) - 1u));
         for (int a = 0; a < A; a++) rank += r.chosen[token][a] < id;
         r.experts[slot] = (u8)id;
         r.rank[slot][token] = (u8)rank;
         r.slot_weights[slot][token] = r.weights[token][i % A];
     }
-    if (thread == 0) self.s.routed = self.layer;
+    if (thread == 0) {
+        int all = 0;
+#pragma unroll
+        for (int w = 0; w < 8; w++) all += bits_set(words[w]);
+        r.num_slots = all, self.s.routed = self.layer;
+    }
     __syncthreads();
 }
 
@@ -128,7 +130,8 @@ DEVICE void add_weighted(float (&total)[2][4], const float (&even)[2][4], const 
 DEVICE void multiply_down(Tape &tape, float (&total)[2][4], const u16 *acts, Self &self) {
     const Routing &r = self.s.routing;
     const int num_slots = r.num_slots, g = self.g, g8 = (g + 8) % COLS;
-    const u16 *low = acts + g * A * (F / WARPS) + 8 * self.t, *high = acts + g8 * A * (F / WARPS) + 8 * self.t;
+    const u16 *low = acts + g * (A + 1) * (F / WARPS) + 8 * self.t;
+    const u16 *high = acts + g8 * (A + 1) * (F / WARPS) + 8 * self.t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     int rank = self.has_low ? r.rank[0][g] : NOT_CHOSEN, rank8 = self.has_high ? r.rank[0][g8] : NOT_CHOSEN;
 #pragma unroll 1
@@ -154,24 +157,24 @@ DEVICE void multiply_down(Tape &tape, float (&total)[2][4], const u16 *acts, Sel
 // hidden += the weighted sum of the chosen experts, scaled, plus the shared expert.
 DEVICE void add_experts(Tape &tape, const Layer &at, Self &self) {
     const int token = self.thread / 16;
-    u16 *acts = self.s.received + self.warp * AREA, *shared_acts = acts + COLS * A * (F / WARPS);
-    if (self.block < D / 16) {
-        receive_rows(acts, F / WARPS, self.mail + ACT_AT + self.warp * (F / WARPS), F, self.live * A, F / WARPS, self);
-        receive_rows(shared_acts, FS / WARPS, self.mail + SHARED_ACT_AT + self.warp * (FS / WARPS), FS, self.live,
-                     FS / WARPS, self);
-    }
+    u16 *acts = self.s.received + self.warp * AREA;
+    const u32 *from = self.mail + ACT_AT + self.warp * (F / WARPS);
+    if (self.block < D / 16)
+        receive_rows(acts, F / WARPS, from, F, self.live * (A + 1), F / WARPS, self);
+    // The sums of units are read.
+    __syncthreads();
     mark(self, ACTS_HERE);
 #pragma unroll 1
     for (int pair = self.block; pair < D / 16; pair += self.grid) {
         float total[2][4] = {}, even[2][4] = {}, odd[2][4] = {}, none[4] = {0, 0, 0, 0};
         multiply_down(tape, total, acts, self);
         uint4 a[FS / 256], a8[HIGH ? FS / 256 : 1];
-        const u16 *low = shared_acts + self.g * (FS / WARPS) + 8 * self.t;
+        const u16 *low = acts + (self.g * (A + 1) + A) * (F / WARPS) + 8 * self.t;
 #pragma unroll
         for (int i = 0; i < FS / 256; i++) {
             a[i] = self.has_low ? *(const uint4 *)(low + 32 * i) : make_uint4(0, 0, 0, 0);
             if (HIGH)
-                a8[HIGH * i] = self.has_high ? *(const uint4 *)(low + FS + 32 * i) : make_uint4(0, 0, 0, 0);
+                a8[HIGH * i] = self.has_high ? *(const uint4 *)(low + (A + 1) * F + 32 * i) : make_uint4(0, 0, 0, 0);
         }
         multiply_pair(tape, even, odd, a, a8, self);
         float *routed = self.s.sums[0], *shared = self.s.sums[1];

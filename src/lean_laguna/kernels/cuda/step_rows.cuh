@@ -9,9 +9,9 @@ DEVICE u32 *place_of_unit(int unit, int token, const Layer &at, bool is_second, 
 #if E
     const int routed = unit - KNOWN;
     if (unit < E / 8) return self.mail + SCORES_AT + token * E + unit * 8;
-    if (unit < KNOWN) return self.mail + SHARED_ACT_AT + token * FS + (unit - E / 8) * 4;
+    if (unit < KNOWN) return self.mail + ACT_AT + (token * (A + 1) + A) * F + (unit - E / 8) * 4;
     const int rank = self.s.routing.rank[routed / (F / 4)][token];
-    return rank == NOT_CHOSEN ? 0 : self.mail + ACT_AT + (token * A + rank) * F + routed % (F / 4) * 4;
+    return rank == NOT_CHOSEN ? 0 : self.mail + ACT_AT + (token * (A + 1) + rank) * F + routed % (F / 4) * 4;
 #else
     return 0;
 #endif

@@ -33,8 +33,6 @@
 #define HEADS_AT (QKV_AT + COLS * WIDTH)
 #define SCORES_AT (HEADS_AT + COLS * HEADS)
 #define ACT_AT (SCORES_AT + COLS * E)
-#define SHARED_ACT_AT (ACT_AT + COLS * ACT)
-#define MAIL_WORDS (SHARED_ACT_AT + COLS * FS)
 
 struct alignas(16) Layer {
     const u16 *input_norm, *qkv, *q_norm, *k_norm, *cosines, *sines;
@@ -60,7 +58,6 @@ struct Rows {
 #define NOT_CHOSEN 255
 struct alignas(16) Routing {
     u32 live[8];                 // one bit an expert
-    u8 before[8];                // live experts below each word of `live`
     int num_slots;
     u8 experts[SLOTS];           // of each slot, ascending
     u8 rank[SLOTS][COLS];        // the expert's place among the token's own, ascending by id; NOT_CHOSEN
@@ -81,12 +78,15 @@ struct alignas(16) Shared {
     union {
         struct { u16 keys[CHUNK * STRIDE], values[CHUNK * STRIDE], queries[16 * STRIDE], shares[16 * SHARE_STRIDE]; };
 #if E
-        u16 acts[COLS * (A * F + FS)];
+        u16 acts[COLS * (A + 1) * F];
 #endif
         u16 received[1];              // rows that are multiplied next, each warp its own part
     };
     float peaks[WARPS * 16], totals[WARPS * 16];
-    float sums[2][WARPS * COLS * 16], unit_sums[BUFFERS][WARPS * COLS * 8];
+    union {
+        float sums[2][WARPS * COLS * 16];
+        float unit_sums[BUFFERS][WARPS * COLS * 8];
+    };
     int filled[BUFFERS], freed[BUFFERS];  // warps that left their sums, and units added, so far
     float squares[WARPS * 16];
     float residual[PAIRS * COLS * 16];
@@ -101,7 +101,7 @@ struct alignas(16) Shared {
 };
 // Two-byte elements that a warp can receive at a time.
 #if E
-#define ACTS (COLS * (A * F + FS))
+#define ACTS (COLS * (A + 1) * F)
 #define AREA ((2 * CHUNK * STRIDE > ACTS ? 2 * CHUNK * STRIDE : ACTS) / WARPS)
 #else
 #define AREA (2 * CHUNK * STRIDE / WARPS)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
+from lean_laguna.kernels.triton.formats import Packed, Weight, format_of, operand, row_bytes, row_elements
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import prefetch_rows, product, wait_with_rows
 
@@ -145,6 +145,7 @@ def _best_kernel(
 def _constants(weight: Weight, tile: Tile, launch: Launch) -> dict[str, Any]:
     """Return what a launch of ``_head_kernel`` must know beforehand, and its options."""
     V, D = weight.shape
+    tile = tile.by_warp() if isinstance(weight, Packed) else tile
     return {
         "MAX": MAX_ROWS,
         "N": V,

@@ -39,6 +39,16 @@ class Tile:
     stages: int = 4
     prefetch: float = 0.0
 
+    def by_warp(self) -> Tile:
+        """Return the tile of packed weights: each warp its own part of K, whatever the columns.
+
+        Whole programs may run on another matrix instruction at 16 columns than at 8, which sums packed columns
+        in another order.
+        """
+        if self.split > 1:
+            return self
+        return replace(self, split=self.warps, block_k=max(16, self.block_k // self.warps))
+
     def with_prefetch(self, share: float) -> Tile:
         """Return the same tile with another prefetch share."""
         return replace(self, prefetch=share)
