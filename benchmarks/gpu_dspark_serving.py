@@ -119,12 +119,22 @@ class Bench:
         print(f"   {drafter}: ready after {time.monotonic() - start:.1f} s", flush=True)
         return engine
 
-    def run(self, engine: Any, k: int | None, prompts: list[list[int]], temperature: float, new: int) -> Any:
+    def run(
+        self,
+        engine: Any,
+        k: int | None,
+        prompts: list[list[int]],
+        temperature: float,
+        new: int,
+        seed: int = 0,
+    ) -> Any:
         """Decode all prompts at once: tokens a second once each has a token, and what they say."""
         states = [
             engine.add_request(
                 ids,
-                SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, seed=i),
+                SamplingParams(
+                    temperature=temperature, max_tokens=new, ignore_eos=True, seed=1000 * seed + i
+                ),
                 num_speculative_tokens=k,
             )
             for i, ids in enumerate(prompts)
@@ -148,12 +158,12 @@ class Bench:
         counts: dict[str, list[Any]] = {name: [] for name in modes}
         mismatches = dict.fromkeys(modes, 0)
         for engine, k in modes.values():
-            for _ in range(2 if k is None else 1):
+            for _ in range(4 if k is None else 1):
                 self.run(engine, k, prompts, temperature, new)
         for i in range(self.args.repeats):
             said = {}
             for name in list(modes)[:: 1 if i % 2 else -1]:
-                rate, said[name], own = self.run(*modes[name], prompts, temperature, new)
+                rate, said[name], own = self.run(*modes[name], prompts, temperature, new, 1 + i)
                 rates[name].append(rate)
                 counts[name] += own
             for name, tokens in said.items():
@@ -167,6 +177,7 @@ class Bench:
                 "tok_per_s": round(median(rates[name]), 1),
                 "all": [round(rate, 1) for rate in rates[name]],
                 "mean_acceptance_length": round(1 + accepted / max(1, steps), 3),
+                "steps_per_s": round(median(rates[name]) * steps / max(1, steps + accepted), 2),
                 "drafts_a_step": round(drafts / max(1, steps), 2),
                 "cut": sum(own.num_cut_draft_tokens for own in counts[name] if own),
                 "mismatches": mismatches[name],
@@ -293,7 +304,7 @@ class Bench:
                     break
                 size = 6 if tiny else 256
                 prompts = [[draw.randrange(100, vocab - 100) for _ in range(size)] for _ in range(streams)]
-                found = self.compare(modes, prompts, 0.0, 8 if tiny else 160)
+                found = self.compare(modes, prompts, 0.0, 8 if tiny else 320 if streams == 1 else 128)
                 for mode in found.values():
                     mode.pop("mismatches")  # synthetic output differs by what is drafted
                 found["draft_length"] = engine.stats().draft_length_reason

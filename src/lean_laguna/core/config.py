@@ -17,7 +17,7 @@ from lean_laguna.core.files import parse_json
 from lean_laguna.core.json_fields import is_finite_number
 from lean_laguna.core.types import MAX_SEED
 
-SpeculativeMethod = Literal["dflash"]
+SpeculativeMethod = Literal["dflash", "dspark"]
 DraftLength = int | Literal["auto"]
 RejectionSampleMethod = Literal["standard", "synthetic"]
 
@@ -37,8 +37,8 @@ class SpeculativeConfig:
             of such tuples: each step draws one of them, and on the GPU's
             kernels a drafter with a confidence head knows which.
         synthetic_acceptance_length: In place of rates: mean tokens of a step, the target's own included.
-        quantization: ``fp8``: the drafter's linears are rounded to FP8 when loaded, a scale a row, and read so
-            by the GPU's kernels; other drafts now and then, never other output. None: as they are stored.
+        quantization: ``fp8``: the drafter's linears are rounded to FP8 when loaded, a scale a row, and read
+            so by the GPU's kernels; other drafts now and then, never other output. None: as stored.
     """
 
     model: str
@@ -57,8 +57,10 @@ class SpeculativeConfig:
         """
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"speculative config: 'model' must name a drafter, found {self.model!r}")
-        if self.method not in (None, "dflash"):
-            raise ConfigError(f"speculative config: 'method' must be 'dflash', found {self.method!r}")
+        if self.method not in (None, "dflash", "dspark"):
+            raise ConfigError(
+                f"speculative config: 'method' must be 'dflash' or 'dspark', found {self.method!r}"
+            )
         if self.quantization not in (None, "fp8"):
             raise ConfigError(
                 f"speculative config: 'quantization' must be 'fp8' or left out, found {self.quantization!r}"

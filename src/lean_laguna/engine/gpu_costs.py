@@ -15,7 +15,8 @@ from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
 from lean_laguna.engine.gpu_state import MAX_ROWS, Block
 
 _REPEATS = 3
-_WINDOW = 15  # steps that say how much longer they take than at start, most of it for their context
+_WINDOW = 15  # steps of so many rows whose median says how much longer they take than at start
+_HOST_BUFFERS = 8  # more than prices can be sent within the steps under way
 _REFRESH_EVERY = 32  # steps: they may take longer than before at the same worth of time
 _LEAST_CHANGE = 0.02  # of prices, below which the device keeps the old ones
 
@@ -34,17 +35,27 @@ class RowCosts:
         """Start from a table; without one all steps count the same."""
         self.table = np.ones((2, MAX_ROWS + 1)) if verify_s is None else np.array(verify_s)
         self._is_known = verify_s is not None
-        self._longer: deque[float] = deque(maxlen=_WINDOW)
+        self._longer: dict[tuple[int, int], deque[float]] = {}
 
     def observe(self, num_rows: int, verify_s: float, *, is_wide: bool) -> None:
         """Take the time of one step."""
-        if self._is_known:
-            self._longer.append(verify_s - self.table[int(is_wide), num_rows])
+        if self._is_known and num_rows:
+            key = (int(is_wide), num_rows)
+            self._longer.setdefault(key, deque(maxlen=_WINDOW)).append(verify_s - self.table[key])
 
     def prices(self, tokens_per_s: float) -> NDArray[np.float32]:
         """Return the tokens that a step's time is worth, [2, MAX_ROWS + 1]."""
-        longer = sorted(self._longer)[len(self._longer) // 2] if self._longer else 0.0
-        return ((self.table + max(0.0, longer)) * tokens_per_s).astype(np.float32)
+        seconds = self.table.copy()
+        for width in range(2):
+            # Between row counts seen it is between theirs: context, and how many experts are drawn.
+            known = sorted(rows for own, rows in self._longer if own == width)
+            medians = [
+                sorted(self._longer[width, rows])[len(self._longer[width, rows]) // 2] for rows in known
+            ]
+            if known:
+                seconds[width] += np.interp(np.arange(MAX_ROWS + 1), known, medians)
+            seconds[width] = np.maximum.accumulate(seconds[width])
+        return (seconds * tokens_per_s).astype(np.float32)
 
 
 class Prices:
@@ -54,7 +65,10 @@ class Prices:
         self._programs, self.costs = programs, costs
         self._sent = np.zeros((2, MAX_ROWS + 1), dtype=np.float32)
         self._sent_for: float | None = None
-        self._num_asked = 0
+        self._num_asked = self._num_sent = 0
+        is_gpu = programs.device.type == "cuda"
+        # Several, in turn: a copy may still wait for the steps launched before it.
+        self._hosts = [torch.zeros(2, MAX_ROWS + 1, pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
 
     def set(self, tokens_per_s: float | None) -> None:
         """Have drafts cut by what time is worth, or, given None, kept."""
@@ -64,10 +78,10 @@ class Prices:
         self._sent_for = tokens_per_s
         prices = np.zeros_like(self._sent) if tokens_per_s is None else self.costs.prices(tokens_per_s)
         if np.abs(prices - self._sent).max() > _LEAST_CHANGE * np.abs(self._sent).max():
-            host = torch.from_numpy(prices)
-            is_gpu = self._programs.device.type == "cuda"
-            self._programs.prices.copy_(host.pin_memory() if is_gpu else host, non_blocking=True)
-            self._sent = prices
+            host = self._hosts[self._num_sent % _HOST_BUFFERS]
+            host.copy_(torch.from_numpy(prices))
+            self._programs.prices.copy_(host, non_blocking=True)
+            self._sent, self._num_sent = prices, self._num_sent + 1
 
 
 def measure_rows(programs: StepPrograms) -> Table:

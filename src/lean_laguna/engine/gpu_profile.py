@@ -13,7 +13,7 @@ CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts down", ("expert_down", "experts_down", "expert_chunk_down")),
     ("experts gate/up", ("expert_gate_up", "experts_up", "expert_chunk_up", "rout")),
     ("attention", ("attend", "attention", "combine")),
-    ("head", ("head_kernel", "best_kernel")),
+    ("head", ("head_kernel", "best_kernel", "walk_kernel")),
     ("dense products", ("project", "gate_up", "gemm", "gemv", "cutlass")),
 )
 WHOLE, WHOLE_KERNEL = "all layers in one launch", "step"

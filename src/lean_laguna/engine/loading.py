@@ -15,6 +15,7 @@ from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
+from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dummy import (
@@ -153,11 +154,24 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     proposer = None
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
-        if config.speculative is not None and config.speculative.quantization is not None:
-            quantise_drafter(drafter)
+        _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def _prepare_drafter(drafter: DFlashDrafter, config: EngineConfig) -> None:
+    """Check that a drafter is of the kind asked for, and quantise it if that was asked for."""
+    asked = config.speculative
+    assert asked is not None
+    kind = "dspark" if drafter.config.dspark is not None else "dflash"
+    if asked.method not in (None, kind):
+        raise ConfigError(
+            f"speculative config: 'method' is '{asked.method}', but '{asked.model}' is a {kind} drafter; "
+            "leave it out, or name the drafter's own"
+        )
+    if asked.quantization is not None:
+        quantise_drafter(drafter)
 
 
 def synthetic_note(config: EngineConfig) -> str:
@@ -186,8 +200,7 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     proposer = None
     if drafter_shape is not None:
         drafter = dummy_drafter(drafter_shape, dtype, device)
-        if config.speculative is not None and config.speculative.quantization is not None:
-            quantise_drafter(drafter)
+        _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, dummy_tokenizer(target_shape.vocab_size), proposer, config)

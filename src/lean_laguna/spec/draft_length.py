@@ -303,6 +303,8 @@ class DraftLengthController:
         policy = self.policy
         others = sorted((k for k in range(len(rates)) if k != current), key=lambda k: (-rates[k], k))
         for k in others:
+            if self.schedule is not None and 0 < k < current:
+                continue  # scheduled steps send fewer drafts by themselves, and tell of all that they make
             is_new = cell.times.count(k) < policy.min_repeats and abs(k - current) <= 2
             is_next_best = k in (0, others[0])
             is_old = cell.num_steps - cell.last_tried.get(k, -policy.recheck_steps) >= policy.recheck_steps

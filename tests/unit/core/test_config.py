@@ -31,6 +31,8 @@ def test_a_mean_length_stands_for_whole_positions_and_a_part_of_one():
         ({"synthetic_acceptance_rates": [0.5]}, "none without it"),
         ({"rejection_sample_method": "synthetic"}, "synthetic_acceptance_rates"),
         ({"rejection_sample_method": "block"}, "'standard' or 'synthetic'"),
+        ({"method": "eagle3"}, "'dflash' or 'dspark', found 'eagle3'"),
+        ({"quantization": "int4"}, "'fp8' or left out, found 'int4'"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "do not increase"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5]}, "0 to 1"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [[0.5], [0.5, 0.6]]}, "do not increase"),

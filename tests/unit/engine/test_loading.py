@@ -113,3 +113,15 @@ def test_segments_grow_where_nobody_else_uses_the_allocator(monkeypatch, device,
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held)
     use_growing_segments(torch.device(device))
     assert changes == expected
+
+
+def test_a_drafter_is_of_the_kind_asked_for_and_quantised_if_asked(tmp_path):
+    write_tiny_target(tmp_path / "target")
+    write_tiny_drafter(tmp_path / "drafter")
+    given = {"model": str(tmp_path / "drafter"), "method": "dspark"}
+    config = {"model": str(tmp_path / "target"), "device": "cpu", "kernels": "torch"}
+    with pytest.raises(ConfigError, match="is a dflash drafter; leave it out"):
+        load_engine(EngineConfig.from_dict({**config, "speculative": given}))
+    given = {**given, "method": "dflash", "quantization": "fp8"}
+    engine, _ = load_engine(EngineConfig.from_dict({**config, "speculative": given}))
+    assert engine.proposer.drafter.packed_weights
