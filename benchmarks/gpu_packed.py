@@ -2,13 +2,15 @@
 
     PYTHONPATH=src python benchmarks/gpu_packed.py --out FOLDER [--builds nvfp4,fp8-all,...] [--kernels cuda]
 
-Weights are random and stay packed; so nothing here is a model's output. Writes gpu_packed.json after every build
-and prints a short table last. ``--tiny`` uses small shapes and counts, to try the script itself.
+Weights are random and stay packed; so nothing here is a model's output. Writes gpu_packed_KERNELS.json after
+every build and prints a short table last. ``--tiny`` uses small counts, to try the script itself with the
+``--shape`` of a tiny checkpoint's folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -50,16 +52,16 @@ class Build:
         }
         start = time.monotonic()
         self.llm = LLM(
-            "nano" if args.tiny else args.shape,
+            args.shape,
             load_format="dummy",
-            shape="nano" if args.tiny else args.shape,
+            shape=args.shape,
             scheme=name,
             kernels=args.kernels,
-            max_model_len=256 if args.tiny else 4096,
+            max_model_len=64 if args.tiny else 4096,
             max_num_seqs=1 if args.tiny else 16,
             kv_cache_memory_bytes=None if args.tiny else 1 << 30,
             enable_prefix_caching=False,
-            prefill_chunk_size=256 if args.tiny else 1024,
+            prefill_chunk_size=16 if args.tiny else 1024,
             speculative_config=drafts if name in args.sweep.split(",") else None,
         )
         self.engine: Any = self.llm.engine
@@ -91,16 +93,16 @@ class Build:
 
     def speed(self, k: int | None, repeats: int = 3) -> list[float]:
         """Return decode tok/s of a few requests, after one to warm up."""
-        prompt, new = (9, 4) if self.args.tiny else (1024, 257)
+        prompt, new = (5, 3) if self.args.tiny else (1024, 257)
         self.once(prompt, min(new, 24), k, 0)
         return [round(self.once(prompt, new, k, 1 + i), 1) for i in range(repeats)]
 
     def rows(self) -> dict[str, Any]:
         """Time a step of the target by its rows, and hold rows together against the same rows alone."""
         programs, engine, tiny = self.engine.programs, self.engine, self.args.tiny
-        prompt, many = (9, 4) if tiny else (1000, 16)
+        prompt, many = (5, 3) if tiny else (1000, 16)
         ids = [100 + i for i in range(prompt)]
-        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         state = engine.add_request(ids, params, num_speculative_tokens=0)
         while len(state.sequences[0].completion.token_ids) < 2:
             engine.step()
@@ -110,7 +112,7 @@ class Build:
         lanes, first = engine._lanes, sequence.num_computed
         tokens = [300 + 7 * i for i in range(many)]
         found: dict[str, Any] = {}
-        for n in (1, 2, 4) if tiny else (1, 2, 4, 6, 8, 12, 16):
+        for n in (1, 3) if tiny else (1, 2, 4, 6, 8, 12, 16):
             lanes.put_rows(sequence, first, n, tokens[:n])
             found[str(n)] = round(self._time(programs.columns(n)), 4)
         lanes.put_rows(sequence, first, many, tokens)
@@ -120,8 +122,9 @@ class Build:
             lanes.put_rows(sequence, first + i, 1, tokens[i : i + 1])
             alone.append(self._logits(programs.columns(1), 1)[0])
         engine.abort(state.request_id)
-        different = int((torch.stack(alone) != together).any(1).sum())
-        return {"step_ms": found, "rows_compared": many, "rows_different": different}
+            different = int((torch.stack(alone) != together).any(1).sum())
+        rows = {"rows_compared": many, "rows_different": different, "finite": bool(together.isfinite().all())}
+        return {"step_ms": found, **rows, "in_one_launch": sorted(programs.in_one_launch)}
 
     def _step(self, cols: int, *, logits: bool) -> Any:
         return self.engine.programs._target_step(cols, taps=False, logits=logits)
@@ -217,6 +220,7 @@ def main() -> None:
             found["builds"][name] = {"error": traceback.format_exc()}
             print(traceback.format_exc()[-2500:])
         print(f"-- {name}: {time.monotonic() - start:.1f} s: {json.dumps(found['builds'][name])}", flush=True)
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         args.out.mkdir(parents=True, exist_ok=True)

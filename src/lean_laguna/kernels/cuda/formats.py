@@ -1,8 +1,8 @@
 """Packed weights as the CUDA C++ kernels take them: which fit, their words of scales, factors of their sums.
 
 Codes lie as ``Packed.order`` says, set by whoever loads them; ``packed.cuh`` says how they become numbers.
-FP8 and integers are rounded to bfloat16 as a decoded weight is; NVFP4 is exact, its divisor multiplies float32
-sums.
+FP8 and integers are rounded to bfloat16 as a decoded weight is; NVFP4 is exact, its divisor multiplies
+float32 sums.
 """
 
 from __future__ import annotations
