@@ -88,6 +88,9 @@ class Bench:
         self.args, self.begin = args, time.monotonic()
         self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
         self.sets = {0.0: DEFAULT_SETS, 0.8: DEFAULT_SETS}
+        if args.chances is not None:
+            nano = json.loads(args.chances.read_text())["nano"]
+            self.sets = {t: tuple(map(tuple, nano[f"T={t} chances"]["sets"])) for t in self.sets}
 
     def left(self) -> float:
         return float(self.args.budget) - (time.monotonic() - self.begin)
@@ -320,6 +323,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
     parser.add_argument("--shape", default="laguna-xs")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="of nano")
+    parser.add_argument("--chances", type=Path, help="an earlier result with nano's, where that is not run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
