@@ -12,6 +12,8 @@ from lean_laguna.convert.modules import class_of, fused_set
 from lean_laguna.convert.source import Source
 from lean_laguna.quant.scheme import WeightScheme
 
+_BLOCKS, _FP8 = "experts in blocks of 128x128", "FP8 linears"
+_SIZES = {_BLOCKS: 128, _FP8: 16}
 _EXPERTS = re.compile(r"^(.*mlp\.experts)\.\d+\.")
 
 
@@ -39,15 +41,21 @@ def vllm_limits(source: Source, schemes: Mapping[str, WeightScheme]) -> list[str
             f"vLLM reads a drafter's k and v as plain weights: with {own_keys[0]} quantised it cannot draft; "
             "this engine can"
         )
-    for module, scheme in merged.items():
-        sizes = source.shapes[module]
-        if scheme.block and class_of(module) == "experts" and any(size % 128 for size in sizes):
+    for title, size in _SIZES.items():
+        members = (module for module, scheme in merged.items() if _title(module, scheme) == title)
+        odd = [module for module in members if any(n % size for n in source.shapes[module])]
+        if odd:
             notes.append(
-                f"vLLM takes experts in blocks of 128x128 only where both sizes are multiples: {module} is "
-                f"[{sizes[0]}, {sizes[1]}]"
+                f"vLLM takes {title} only where both sizes are multiples of {size}: {odd[0]} is "
+                f"{list(source.shapes[odd[0]])}"
             )
-            break
     return notes
+
+
+def _title(module: str, scheme: WeightScheme) -> str | None:
+    if class_of(module) == "experts":
+        return _BLOCKS if scheme.block else None
+    return _FP8 if scheme.number == "fp8" and not scheme.block else None
 
 
 def _qkv(module: str) -> str | None:

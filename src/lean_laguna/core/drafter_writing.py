@@ -117,6 +117,9 @@ def _laguna(config: DFlashConfig) -> dict[str, Any]:
         "gating": False if config.gating == "off" else config.gating,
         "layer_types": [layer_type] * config.num_hidden_layers,
         "mlp_layer_types": ["dense"] * config.num_hidden_layers,
+        # vLLM goes by these two, and takes 256 experts where nothing is said.
+        "mlp_only_layers": list(range(config.num_hidden_layers)),
+        "num_experts": 0,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope.rope_theta,

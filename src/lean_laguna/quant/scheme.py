@@ -169,12 +169,14 @@ class WeightScheme:
 
     def weights_json(self) -> dict[str, Any]:
         """Return the ``weights`` entry of a group in compressed-tensors' ``quantization_config``."""
+        # vLLM 0.25.1 fails over experts of integers whose group size is null; -1 is another word for it.
+        is_row = self.storage == "pack-quantized" and self.strategy == "channel"
         written: dict[str, Any] = {
             "num_bits": self.num_bits,
             "type": "int" if self.number == "int" else "float",
             "symmetric": self.symmetric,
             "strategy": self.strategy,
-            "group_size": self.group_size,
+            "group_size": -1 if is_row else self.group_size,
             "dynamic": False,
         }
         if self.block is not None:

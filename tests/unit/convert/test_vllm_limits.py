@@ -19,7 +19,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 @pytest.mark.parametrize("words", ["experts", "experts+attention", "all", "attention+head"])
-@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-channel", "int8"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "int4:16", "int8"])
 def test_whole_classes_are_fine(source: Source, words: str, scheme: str) -> None:
     assert vllm_limits(source, make_plan(source, group_rules(words, parse_scheme(scheme)))) == []
 
@@ -44,10 +44,14 @@ def test_blocks_that_do_not_divide_experts_are_named(source: Source) -> None:
     assert "[32, 16]" in note
 
 
+def test_fp8_linears_of_odd_sizes_are_named(source: Source) -> None:
+    (note,) = vllm_limits(source, make_plan(source, group_rules("gates", parse_scheme("fp8-channel"))))
+    assert "multiples of 16" in note
+    assert "g_proj is [4, 32]" in note
+
+
 def test_a_drafter_whose_keys_are_quantised_is_named(tmp_path: Path) -> None:
     drafter = open_source(write_tiny_drafter(tmp_path))
-    (note,) = vllm_limits(drafter, make_plan(drafter, group_rules("all", parse_scheme("fp8-channel"))))
+    (note,) = vllm_limits(drafter, make_plan(drafter, group_rules("attention", parse_scheme("int8"))))
     assert "plain weights" in note
-    assert (
-        vllm_limits(drafter, make_plan(drafter, group_rules("dense+fc", parse_scheme("fp8-channel")))) == []
-    )
+    assert vllm_limits(drafter, make_plan(drafter, group_rules("dense+fc", parse_scheme("int8")))) == []
