@@ -122,7 +122,7 @@ class Build:
             lanes.put_rows(sequence, first + i, 1, tokens[i : i + 1])
             alone.append(self._logits(programs.columns(1), 1)[0])
         engine.abort(state.request_id)
-            different = int((torch.stack(alone) != together).any(1).sum())
+        different = int((torch.stack(alone) != together).any(1).sum())
         rows = {"rows_compared": many, "rows_different": different, "finite": bool(together.isfinite().all())}
         return {"step_ms": found, **rows, "in_one_launch": sorted(programs.in_one_launch)}
 

@@ -42,8 +42,8 @@ class Tile:
     def by_warp(self) -> Tile:
         """Return the tile of packed weights: each warp its own part of K, whatever the columns.
 
-        Whole programs may run on another matrix instruction at 16 columns than at 8, which sums packed columns
-        in another order.
+        Whole programs may run on another matrix instruction at 16 columns than at 8, which sums packed
+        columns in another order.
         """
         if self.split > 1:
             return self
