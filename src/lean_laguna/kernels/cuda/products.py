@@ -66,6 +66,11 @@ def _codes(weight: Weight) -> Tensor:
     return weight.codes if isinstance(weight, Packed) else weight
 
 
+def _num_programs(x: Tensor, launch: Launch) -> int:
+    """Return how many programs of a streaming kernel run at once: with 16 columns one a multiprocessor fits."""
+    return multiprocessors(x.device) * (PROGRAMS if launch.cols <= 8 else 1)
+
+
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
     """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
     n, k = weight.shape
@@ -122,7 +127,7 @@ def project(
         + k * 2
         + 2 * WARPS * launch.cols * 8 * 4
     )
-    grid = min(units, PROGRAMS * multiprocessors(x.device))
+    grid = min(units, _num_programs(x, launch))
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (_codes(weight), scale_words(weight, tall), factors)
     arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
@@ -260,7 +265,7 @@ def run_experts(
     up_arguments = (normed, scores, mlp.bias, *routed_weights, *shared_weights, routing.act, shared_act)
     launch_kernel(
         up,
-        PROGRAMS * multiprocessors(hidden.device),
+        _num_programs(hidden, launch),
         THREADS,
         ring * THREADS * item + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
