@@ -114,9 +114,7 @@ class PersistentBench(Bench):
         with ThreadPoolExecutor(12) as pool:
             futures = {name: pool.submit(one, kernel) for name, kernel in every.items()}
             runs = [self.with_layers(None).run, super().target(self.launch(16, False)).run]
-            runs += [self.with_layers(self.cuda).run, self.with_layers(self.cuda, 16).run]
             self.compile(runs)
-            self.cuda.compile_ahead(runs[2:])
             for name, future in futures.items():
                 try:
                     found[name] = future.result()
@@ -147,8 +145,7 @@ class PersistentBench(Bench):
             self.sync()
             n = sum(counts)
             wanted.append((self.scratch.normed[:n].clone(), self.taps[:n].clone()))
-        runs = {"cuda layers": (16, lambda: self.with_layers(self.cuda, 16).run())}
-        runs |= {name: (kernel.source_cols, kernel.run) for name, kernel in self.kernels.items()}
+        runs = {name: (kernel.source_cols, kernel.run) for name, kernel in self.kernels.items()}
         for name, (cols, run) in runs.items():
             worst: list[Any] = []
             if name.startswith("no"):
@@ -204,9 +201,8 @@ class PersistentBench(Bench):
 
     def steps(self) -> list[dict[str, Any]]:
         table = []
-        for label, layer in (("triton", None), ("cuda layers", self.cuda)):
-            table.append({"setup": label, **self.time_rows(self.with_layers(layer).run, (1, 8))})
-            print(table[-1], flush=True)
+        table.append({"setup": "triton", **self.time_rows(self.with_layers(None).run, (1, 8))})
+        print(table[-1], flush=True)
         choose = super().target(self.launch(8, False)).choose
         table.append({"setup": "head alone", **self.time_rows(choose, (1, 8))})
         print(table[-1], flush=True)
@@ -221,6 +217,16 @@ class PersistentBench(Bench):
             table.append({"setup": name, **self.time_rows(step.run, counts)})
             print(table[-1], flush=True)
         return table
+
+    def layers_apart(self) -> dict[str, float]:
+        """Time today's CUDA C++ layers."""
+        found = {}
+        for cols, counts in ((8, (1, 2, 4, 8)), (16, (1, 8, 16))):
+            run = self.with_layers(self.cuda, cols).run
+            self.cuda.compile_ahead([run])
+            found |= {f"{cols} columns, {k}": v for k, v in self.time_rows(run, counts).items()}
+        print("cuda layers", found, flush=True)
+        return found
 
     def where(self) -> dict[str, Any]:
         """Return, of kernels that stamp, microseconds from each phase's start to the next one's, over blocks."""
@@ -245,7 +251,6 @@ class PersistentBench(Bench):
         start = min(self.context, self.draft_table.shape[1] * 16 - 60)
         for label, more in (
             ("triton", {}),
-            ("cuda layers", {"layer": self.cuda}),
             ("whole", {"whole": self.draft_kernels[8].run}),
         ):
             draft = DraftStep(
@@ -340,7 +345,7 @@ def main() -> None:
         bench.phase(name, body)
         (args.out / "gpu_persistent.json").write_text(json.dumps(bench.found, indent=1, default=str))
     bench.found["kernels"] = {}
-    for name in ("compile", "equal", "where", "drafting", "bits", "steps"):
+    for name in ("compile", "equal", "where", "drafting", "bits", "steps", "layers_apart"):
         value = bench.found.get(name)
         print(name)
         if name == "bits":

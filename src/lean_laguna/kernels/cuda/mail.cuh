@@ -39,7 +39,7 @@ DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(f
 // for all who receive: what a layer runs must fit the instruction cache. Returns what is left of the patience.
 NOT_INLINED int receive_part(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, u32 tag,
                              int patience) {
-    enum { BATCHED = 4 };
+    enum { BATCHED = 8 };
     // Pieces of eight columns, row by row; the division is exact for so few.
     const int across = columns / 8, count = rows * across;
     const u32 inverse = (1u << 20) / across + 1;

@@ -104,13 +104,12 @@ DEVICE uint2 angles(const u16 *table, const Layer &at, int position, int lane) {
 }
 
 // One head, four elements a lane, normalised and turned as Hugging Face rounds.
-DEVICE uint2 turned(uint2 raw, const u16 *norm, uint2 cosines, uint2 sines, const Layer &at, float eps, int lane) {
+DEVICE uint2 turned(uint2 raw, uint2 by, uint2 cosines, uint2 sines, const Layer &at, float eps, int lane) {
     float v[4] = {low(raw.x), high(raw.x), low(raw.y), high(raw.y)};
     const float c[4] = {low(cosines.x), high(cosines.x), low(cosines.y), high(cosines.y)};
     const float s[4] = {low(sines.x), high(sines.x), low(sines.y), high(sines.y)};
     const int half = at.rotary / 2;
     if (at.qk_norm) {
-        const uint2 by = *(const uint2 *)(norm + lane * 4);
         const float w[4] = {low(by.x), high(by.x), low(by.y), high(by.y)};
         const float inverse =
             rsqrtf(sum_over_warp(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / P + eps);
@@ -127,20 +126,26 @@ DEVICE uint2 turned(uint2 raw, const u16 *norm, uint2 cosines, uint2 sines, cons
 // One of the heads that a task turns: a query of its 16, or a key of this step's rows that falls into the chunk.
 struct Head {
     bool is_query;
-    int position, place;              // row of the staged queries or keys
+    int place;                        // row of the staged queries or keys
+    u32 slot;                         // in the cache, of a key
     const u32 *from;
     uint4 raw, value;
-    uint2 cosines, sines;
+    uint2 cosines, sines, by;
     METHOD void load(int i, int num_queries, const Task &task, const Layer &at, int from_key, Self &self) {
         is_query = i < num_queries;
         const int first = max(task.first, from_key), query = task.tile * 16 + i;
-        position = is_query ? task.first + row_of(at, query) : first + i - num_queries;
+        const int position = is_query ? task.first + row_of(at, query) : first + i - num_queries;
         place = is_query ? i : position - from_key;
         const int head = is_query ? task.head * (at.heads / J) + head_of(at, query) : at.heads + task.head;
         from = self.mail + QKV_AT + (size_t)(task.start + position - task.first) * at.width + head * P + self.lane * 4;
         raw = load_mail(from);
-        value = make_uint4(0, 0, 0, 0);
-        if (!is_query) value = load_mail(from + J * P);
+        value = make_uint4(0, 0, 0, 0), slot = 0;
+        if (!is_query) {
+            value = load_mail(from + J * P);
+            slot = (u32)at.table[(size_t)task.request * at.table_stride + position / KV_BLOCK] * KV_BLOCK +
+                   position % KV_BLOCK;
+        }
+        by = *(const uint2 *)((is_query ? at.q_norm : at.k_norm) + self.lane * 4);
         cosines = angles(at.cosines, at, position, self.lane), sines = angles(at.sines, at, position, self.lane);
     }
 };
@@ -159,15 +164,14 @@ DEVICE void stage_heads(const Task &task, const Layer &at, int from, float eps, 
         if (i + WARPS < total) next.load(i + WARPS, num_queries, task, at, from, self);
         const uint2 raw = settled4(head.raw, head.from, self);
         __syncwarp();
-        const uint2 x = turned(raw, head.is_query ? at.q_norm : at.k_norm, head.cosines, head.sines, at, eps, lane);
+        const uint2 x = turned(raw, head.by, head.cosines, head.sines, at, eps, lane);
         u16 *to = (head.is_query ? self.s.queries : self.s.keys) + head.place * STRIDE + lane * 4;
         *(uint2 *)to = x;
         if (head.is_query) continue;
         const uint2 v = settled4(head.value, head.from + J * P, self);
         *(uint2 *)(self.s.values + head.place * STRIDE + lane * 4) = v;
         if (task.tile > 0) continue;
-        const int block = at.table[(size_t)task.request * at.table_stride + head.position / KV_BLOCK];
-        const size_t place = ((size_t)block * KV_BLOCK + head.position % KV_BLOCK) * (J * P) + task.head * P + lane * 4;
+        const size_t place = (size_t)head.slot * (J * P) + task.head * P + lane * 4;
         *(uint2 *)(at.k_cache + place) = x;
         *(uint2 *)(at.v_cache + place) = v;
     }
