@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lean_laguna.quant.scheme import WeightScheme
 
 _MAX_WORKERS = 64
+# One reaches the speed of a disk; many get in each other's way, since every small operation takes Python's lock.
+_WORKERS = {"cpu": 2, "cuda": 4}
 HELP = """\
 usage: lean-laguna convert quantize SOURCE DESTINATION --scheme NAME [options]
 
@@ -38,7 +40,7 @@ goes on. Exit status 1 where --like finds differing bytes.
                             --max-text-tokens N (4096); for a drafter, --target NAME: acceptance on
                             --prompts SET (mixed)
   --device auto|cpu|cuda    where weights are encoded, to the same bytes, and checked
-  --workers N, --json       threads (all cores); one line of JSON last, nothing else on stdout
+  --workers N, --json       threads (2, with a GPU 4); one line of JSON last, nothing else on stdout
 
 example: lean-laguna convert quantize nano nano-nvfp4 --scheme nvfp4 --check
 """
@@ -73,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
         LeanLagunaError: A mistake in the call or its input.
     """
     _check_words(args)
-    import torch
-
     from lean_laguna.cli.terminal import Terminal
     from lean_laguna.convert.quantize import quantize
     from lean_laguna.convert.source import open_source
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(resolve_model(args.source))
     text = _text(args, source)
     device = resolve_device(args.device)
-    workers = args.workers or torch.get_num_threads()
+    workers = args.workers or _WORKERS[device.type]
     report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
     schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
     report["vllm_limits"] = vllm_limits(source, schemes)
