@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lean_laguna.quant.scheme import WeightScheme
 
 _MAX_WORKERS = 64
-# One reaches the speed of a disk; many get in each other's way, since every small operation takes Python's lock.
+# One reaches a disk's speed; many get in each other's way: every small operation takes Python's lock.
 _WORKERS = {"cpu": 2, "cuda": 4}
 HELP = """\
 usage: lean-laguna convert quantize SOURCE DESTINATION --scheme NAME [options]
