@@ -36,7 +36,7 @@ sampling, with vLLM's names; greedy and 256 tokens unless given:
   --thinking-token-budget N --logit-bias ID=B... --stop TEXT... --stop-token-ids ID... --logprobs N
   --bad-words TEXT... --prompt-logprobs N --include-stop-str-in-output --keep-special-tokens
 engine: --device cpu|cuda --dtype bfloat16 --threads N --max-model-len N --attention-factor X
-  --kernels auto|torch|triton|cuda --load-format dummy --shape laguna-xs --kv-cache-dtype fp8
+  --kernels triton|cuda --load-format dummy --shape laguna-xs --scheme nvfp4 --kv-cache-dtype fp8
 
 example: lean-laguna bench --num-speculative-tokens 7 --html bench.html
 """
