@@ -16,6 +16,8 @@
 #define HALF (ROTARY / 2)
 #define SLICE (P / WARPS)
 #define TAKE 8
+#define COPIED_KEYS (WARPS * 32 / (P / 8))
+#define COPIES (SPLIT / COPIED_KEYS)
 #define MAX_TILES GROUP
 #define INF __int_as_float(0x7f800000)
 
@@ -23,20 +25,23 @@ struct Task {
     int request, head, tile, split, start, count, first, last, low_split, num_splits;
 };
 
+// Where the requests' rows stand, read once by each program.
+struct Rows {
+    int count[16], start[16], first[16];
+};
+
 // The task at place `index` of all requests' tasks in a row; false past the end. A task is one split of one KV
 // head for 16 of the request's queries.
-DEVICE bool find_task(Task &task, int index, const int *row_start, const int *row_count, const int *positions,
-                      int num_requests) {
+DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests) {
     for (int r = 0; r < num_requests; r++) {
-        const int count = load_fresh32(row_count + r), start = load_fresh32(row_start + r);
+        const int count = rows.count[r], first = rows.first[r];
         if (count == 0) continue;
-        const int first = load_fresh32(positions + start);
         const int last = first + count - 1, low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
         const int low_split = low_key / SPLIT, num_splits = last / SPLIT - low_split + 1;
         const int tiles = (count * GROUP + 15) / 16;
         if (index < num_splits * J * tiles) {
             task.request = r, task.head = index % J, task.tile = index / J % tiles;
-            task.split = low_split + index / (J * tiles), task.start = start;
+            task.split = low_split + index / (J * tiles), task.start = rows.start[r];
             task.count = count, task.first = first, task.last = last, task.low_split = low_split;
             task.num_splits = num_splits;
             return true;
@@ -44,6 +49,25 @@ DEVICE bool find_task(Task &task, int index, const int *row_start, const int *ro
         index -= num_splits * J * tiles;
     }
     return false;
+}
+
+// Start copies of a split's keys, or values, that earlier steps left; zeros elsewhere. The pages are looked up all
+// at once: a copy would have to wait for its page before the next page could be asked for.
+DEVICE void copy_pages(u16 *to, const u16 *cache, const Task &task, const int *own_table, int thread) {
+    const int first_key = thread / (P / 8), d = thread % (P / 8) * 8;
+    int blocks[COPIES];
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        const int key = task.split * SPLIT + first_key + i * COPIED_KEYS;
+        const bool old = key < task.first && (WINDOW == 0 || task.first - key < WINDOW);
+        blocks[i] = old ? load_fresh32(own_table + key / KV_BLOCK) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        const int k = first_key + i * COPIED_KEYS, slot = (task.split * SPLIT + k) % KV_BLOCK;
+        const size_t at = (((size_t)max(blocks[i], 0) * KV_BLOCK + slot) * J + task.head) * P + d;
+        copy_async(to + k * STRIDE + d, cache + at, blocks[i] >= 0);
+    }
 }
 
 DEVICE uint2 load_fresh4(const u16 *p) {
@@ -141,25 +165,37 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     u16 *shares = queries + 16 * STRIDE;
     float *peaks = (float *)(shares + 16 * PSTRIDE);
     float *totals = peaks + WARPS * 16;
-    int *is_last = (int *)(totals + WARPS * 16);
+    Rows &rows = *(Rows *)(totals + WARPS * 16);
+    int *is_last = (int *)(&rows + 1);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
 
     // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
     const uint2 q_by = *(const uint2 *)(q_norm + lane * 4), k_by = *(const uint2 *)(k_norm + lane * 4);
-    Task task;
-    bool waited = false;
-    for (int index = blockIdx.x; find_task(task, index, row_start, row_count, positions, num_requests);
-         index += gridDim.x) {
+    if (thread < num_requests) {
+        const int count = load_fresh32(row_count + thread), start = load_fresh32(row_start + thread);
+        rows.count[thread] = count, rows.start[thread] = start;
+        rows.first[thread] = count > 0 ? load_fresh32(positions + start) : 0;
+    }
+    __syncthreads();
+    Task task = {}, next = {};
+    bool waited = false, keeps_queries = false;
+    int index = blockIdx.x;
+    bool is_there = find_task(task, index, rows, num_requests);
+    if (is_there) {
+        const int *own_table = table + (size_t)task.request * table_stride;
+        copy_pages(keys, k_cache, task, own_table, thread);
+        end_stream_group();
+        copy_pages(values, v_cache, task, own_table, thread);
+        end_stream_group();
+    }
+    // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
+    // time two groups of copies are under way, the older of which is waited for.
+    while (is_there) {
         const int from = task.split * SPLIT, *own_table = table + (size_t)task.request * table_stride;
-        for (int i = thread; i < SPLIT * (P / 8); i += WARPS * 32) {
-            const int k = i / (P / 8), key = from + k, d = i % (P / 8) * 8;
-            const bool old = key < task.first && (WINDOW == 0 || task.first - key < WINDOW);
-            const int block = old ? load_fresh32(own_table + key / KV_BLOCK) : 0;
-            const size_t at = (((size_t)block * KV_BLOCK + key % KV_BLOCK) * J + task.head) * P + d;
-            copy_async(keys + k * STRIDE + d, k_cache + at, old);
-            copy_async(values + k * STRIDE + d, v_cache + at, old);
-        }
+        index += gridDim.x;
+        const bool goes_on = find_task(next, index, rows, num_requests);
+        const int *next_table = table + (size_t)next.request * table_stride;
         if (!waited) {
             // The rotary rows of the queries, on their way before they are needed.
             const int position = task.first + (task.tile * 16 + warp) / GROUP;
@@ -171,13 +207,16 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             wait_for_inputs();
             waited = true;
         }
-        wait_for_copies();
+        const int num_queries = task.count * GROUP, tile = task.tile * 16;
+        const int begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
+        if (begin <= end)
+            wait_for_stream<0>();  // rows of this step go between values that must have come
+        else
+            wait_for_stream<1>();
         __syncthreads();
         // The task's queries, and the rows of this step whose own keys fall into this split. All programs of a
         // (request, KV head) that share the split compute those; the first query tile's writes them.
-        const int num_queries = task.count * GROUP, tile = task.tile * 16;
-        const int begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
-        for (int offset = 0; offset < 16 || begin + offset - 16 <= end; offset += 3 * WARPS) {
+        for (int offset = 0; !keeps_queries && (offset < 16 || begin + offset - 16 <= end); offset += 3 * WARPS) {
             // Three heads a warp, two queries and a key the first time: loads first, then the arithmetic.
             uint2 raw[3], v[3], cosines[3], sines[3];
 #pragma unroll
@@ -248,6 +287,8 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             peak8 = fmaxf(peak8, exchange(peak8, 1)), peak8 = fmaxf(peak8, exchange(peak8, 2));
             if (t == 0) peaks[warp * 16 + g] = peak, peaks[warp * 16 + g + 8] = peak8;
             __syncthreads();
+            if (goes_on) copy_pages(keys, k_cache, next, next_table, thread);
+            end_stream_group();
             peak = peak8 = -INF;
             for (int w = 0; w < WARPS; w++)
                 peak = fmaxf(peak, peaks[w * 16 + g]), peak8 = fmaxf(peak8, peaks[w * 16 + g + 8]);
@@ -265,6 +306,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             total += exchange(total, 1), total += exchange(total, 2);
             total8 += exchange(total8, 1), total8 += exchange(total8, 2);
             if (t == 0) totals[warp * 16 + g] = total, totals[warp * 16 + g + 8] = total8;
+            wait_for_stream<1>();
             __syncthreads();
             // Each warp its own slice of the head, over all keys of the split.
             float acc[SLICE / 8][4] = {};
@@ -300,6 +342,8 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             }
         }
         __syncthreads();
+        if (goes_on) copy_pages(values, v_cache, next, next_table, thread);
+        end_stream_group();
         if (thread == 0) {
             int *counter = arrived + (task.request * J + task.head) * MAX_TILES + task.tile;
             *is_last = add_released(counter, 1) == task.num_splits - 1;
@@ -308,6 +352,11 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         __syncthreads();
         if (*is_last) combine(task, qkv, out, parts, stats, warp, lane);
         __syncthreads();
+        // Queries stay where they are if the next split is another of theirs, without rows of this step.
+        keeps_queries = goes_on && next.request == task.request && next.head == task.head &&
+                        next.tile == task.tile && next.split * SPLIT + SPLIT <= next.first;
+        task = next;
+        is_there = goes_on;
     }
     if (!waited) {
         let_next_start();

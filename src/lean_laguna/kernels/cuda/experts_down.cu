@@ -4,37 +4,41 @@
 // ascending id: no scatter, no atomic, and a token's sum has one order whichever experts other tokens chose.
 // The kernel before (experts_up) lets this one start once the routing tables are written, so the right weights
 // stream before the experts' activations are there.
+#include "packed.cuh"
 #include "routing.cuh"
 
 #define PART (F / WARPS)
-#define LOADS (PART / 32)
-#define AHEAD (RING / (2 * LOADS))
 #define SHARED_PART (FS / WARPS)
-#define SHARED_LOADS (SHARED_PART / 32)
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
 
 KERNEL(WARPS * 32, COLS > 8 ? 1 : 2)
-experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 *weight, const u16 *shared_weight,
-             u16 *hidden, u16 *tap, const int *num_rows, float scaling, int tap_stride) {
+experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 *weight, const u32 *scales,
+             const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
+             const int *num_rows, float scaling, int tap_stride) {
+    using Own = Pair<FORMAT, F, WARPS>;
+    using SharedOwn = Pair<FORMAT, FS, WARPS>;
+    enum { STEPS = Own::STEPS, ITEMS = Own::ITEMS, COLUMNS = Own::COLUMNS, AHEAD = RING / (STEPS * ITEMS) };
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING * WARPS * 256;
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + WARPS * COLS * 32);
+    u32 *words = (u32 *)((u8 *)&routing + (sizeof(Routing) + 15) / 16 * 16) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    const u16 *shared_own =
-        shared_weight + (size_t)(blockIdx.x * 16 + g) * FS + warp * SHARED_PART + 8 * t;
-    const u16 *own = weight + (size_t)(blockIdx.x * 16 + g) * F + warp * PART + 8 * t;
+    const SharedOwn shared_own(shared_weight, shared_scales, blockIdx.x, warp, g, t);
     for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
         ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
-    uint4 shared_rows[2][SHARED_LOADS];
+    uint4 shared_rows[SharedOwn::STEPS][2];
+    u32 shared_words[SharedOwn::STEPS][2];
 #pragma unroll
-    for (int j = 0; j < SHARED_LOADS; j++) {
-        shared_rows[0][j] = *(const uint4 *)(shared_own + j * 32);
-        shared_rows[1][j] = *(const uint4 *)(shared_own + 8 * FS + j * 32);
-    }
+    for (int j = 0; j < SharedOwn::STEPS; j++)
+#pragma unroll
+        for (int half = 0; half < ITEMS; half++) {
+            shared_rows[j][half] = *(const uint4 *)shared_own.codes(j, half);
+            shared_words[j][half] = FORMAT == PLAIN ? 0 : *shared_own.scales(j, half);
+        }
     const int live = load_fresh32(num_rows);
     __syncthreads();
     const int num_slots = routing.num_slots;
@@ -42,12 +46,15 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         if (i < num_slots) {
-            const u16 *from = own + (size_t)routing.experts[i] * (N * F);
+            const Own own(weight, scales, (size_t)routing.experts[i] * (N / 16) + blockIdx.x, warp, g, t);
 #pragma unroll
-            for (int k = 0; k < LOADS; k++)
+            for (int k = 0; k < STEPS; k++)
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    copy_async(slot + ((i * LOADS + k) * 2 + half) * WARPS * 256, from + half * 8 * F + k * 32, true);
+                for (int half = 0; half < ITEMS; half++) {
+                    const int item = (i * STEPS + k) * ITEMS + half;
+                    copy_packed<FORMAT>(slot + item * WARPS * 256, words + item * WARPS * 32, own.codes(k, half),
+                                        own.scales(k, half));
+                }
         }
     let_next_start();
     wait_for_inputs();
@@ -76,18 +83,33 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
             const int rank8 = has_high ? routing.rank[expert][g + 8] : NOT_CHOSEN;
             const bool takes = rank != NOT_CHOSEN, takes8 = rank8 != NOT_CHOSEN;
             const u16 *a = a_at + (takes ? rank : 0) * STRIDE, *a8 = a8_at + (takes8 ? rank8 : 0) * STRIDE;
-            const u16 *from = own + (size_t)routing.experts[next < num_slots ? next : 0] * (N * F);
+            const Own own(weight, scales, (size_t)routing.experts[next < num_slots ? next : 0] * (N / 16) + blockIdx.x,
+                          warp, g, t);
+            const float factor = FORMAT == FP4 ? factors[routing.experts[expert] * 3 + 2] : 1.0f;
             float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-            for (int k = 0; k < LOADS; k++) {
-                const uint4 x = takes ? *(const uint4 *)(a + k * 32) : zero;
-                const uint4 x8 = takes8 ? *(const uint4 *)(a8 + k * 32) : zero;
+            for (int k = 0; k < STEPS; k++) {
+                uint4 w[2];
+                u32 word[2];
+                // All of a step's items: the next are issued after the last is taken.
+                wait_for_stream<RING - ITEMS>();
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    u16 *own_slot = slot + ((i * LOADS + k) * 2 + half) * WARPS * 256;
-                    wait_for_stream<RING - 1>();
-                    multiply_block(even[half], odd[half], x, x8, *(const uint4 *)own_slot);
-                    stream(own_slot, from + half * 8 * F + k * 32, next < num_slots);
+                for (int half = 0; half < ITEMS; half++) {
+                    const int item = (i * STEPS + k) * ITEMS + half;
+                    w[half] = *(const uint4 *)(slot + item * WARPS * 256);
+                    word[half] = FORMAT == PLAIN ? 0 : words[item * WARPS * 32];
+                }
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    const int n = k * COLUMNS + c;
+                    multiply_chunk<FORMAT>(even, odd, takes ? *(const uint4 *)(a + n * 32) : zero,
+                                           takes8 ? *(const uint4 *)(a8 + n * 32) : zero, w, word, c);
+                }
+#pragma unroll
+                for (int half = 0; half < ITEMS; half++) {
+                    const int item = (i * STEPS + k) * ITEMS + half;
+                    stream_packed<FORMAT>(slot + item * WARPS * 256, words + item * WARPS * 32, own.codes(k, half),
+                                          own.scales(k, half), next < num_slots);
                 }
             }
             const float by = takes ? routing.slot_weights[expert][g] : 0.0f;
@@ -95,32 +117,35 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (takes) {
-                    total[half][0] += (even[half][0] + odd[half][0]) * by;
-                    total[half][1] += (even[half][1] + odd[half][1]) * by;
+                    total[half][0] += (even[half][0] + odd[half][0]) * factor * by;
+                    total[half][1] += (even[half][1] + odd[half][1]) * factor * by;
                 }
                 if (takes8) {
-                    total[half][2] += (even[half][2] + odd[half][2]) * by8;
-                    total[half][3] += (even[half][3] + odd[half][3]) * by8;
+                    total[half][2] += (even[half][2] + odd[half][2]) * factor * by8;
+                    total[half][3] += (even[half][3] + odd[half][3]) * factor * by8;
                 }
             }
         }
     }
     // Routed and shared sums of this warp's part: [COLS][32], routed columns first.
     float *mine = sums + (warp * COLS + g) * 32 + 2 * t;
+    float even[2][4] = {}, odd[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < SharedOwn::STEPS; k++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const u16 *a = shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t + (k * COLUMNS + c) * 32;
+            multiply_chunk<FORMAT>(even, odd, has_low ? *(const uint4 *)a : zero,
+                                   has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero, shared_rows[k],
+                                   shared_words[k], c);
+        }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float even[4] = {}, odd[4] = {};
-#pragma unroll
-        for (int k = 0; k < SHARED_LOADS; k++) {
-            const u16 *a = shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t + k * 32;
-            multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                           has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero, shared_rows[half][k]);
-        }
         *(float2 *)(mine + half * 8) = make_float2(total[half][0], total[half][1]);
-        *(float2 *)(mine + 16 + half * 8) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+        *(float2 *)(mine + 16 + half * 8) = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
         if (COLS > 8) {
             *(float2 *)(mine + 8 * 32 + half * 8) = make_float2(total[half][2], total[half][3]);
-            *(float2 *)(mine + 8 * 32 + 16 + half * 8) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+            *(float2 *)(mine + 8 * 32 + 16 + half * 8) = make_float2(even[half][2] + odd[half][2], even[half][3] + odd[half][3]);
         }
     }
     __syncthreads();
@@ -130,6 +155,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
             routed += sums[(w * COLS + token) * 32 + thread % 16];
             shared += sums[(w * COLS + token) * 32 + 16 + thread % 16];
         }
+        if (FORMAT == FP4) shared *= factors[E * 3 + 2];
         const float y = rounded(rounded(rounded(routed) * scaling) + rounded(shared));
         const u16 result = to_bf16(old + y);
         *out = result;

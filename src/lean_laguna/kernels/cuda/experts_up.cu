@@ -1,36 +1,49 @@
 // Routing, then silu(gate) * up of the shared expert and of every expert that a token chose.
 //
 // -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K hidden size; F and FS width of a routed and of the shared expert;
-// WARPS, RING, COLS as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
+// WARPS, RING, COLS, FORMAT (of both weights), TALL as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
 // first and need no routing, so they stream while the router still runs.
+#include "packed.cuh"
 #include "routing.cuh"
 
 #define PART (K / WARPS)
-#define LOADS (PART / 32)
+#define BITS (bits_of(FORMAT))
+#define CHUNKS (chunks_of(FORMAT))
+#define LOADS (PART / 32 / CHUNKS)
+#define ROW (K * BITS / 16)
 #define UNITS (RING / LOADS)
 #define STRIDE (K + 8)
 
+struct Start {
+    const u16 *codes;
+    const u32 *words;
+};
+
 KERNEL(WARPS * 32, 2)
-experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
-           u16 *shared_act, int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
+experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
+           const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *act, u16 *shared_act,
+           int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING * WARPS * 256;
     float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
+    u32 *words = (u32 *)((u8 *)&routing + (sizeof(Routing) + 15) / 16 * 16) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int shared_units = FS / 4, step = gridDim.x;
-    const size_t own = warp * PART + 8 * t;
+    const size_t own = warp * (PART * BITS / 16) + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)) * K + own;
-    const size_t routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F)) * K + own;
+    const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)), routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F));
 
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
+        const size_t row = shared_row + (size_t)unit * 4;
         if (unit < shared_units)
-            copy_async(slot + j * WARPS * 256, shared_weight + shared_row + (size_t)unit * 4 * K + (j % LOADS) * 32,
-                       true);
+            copy_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32,
+                                shared_weight + row * ROW + own + (j % LOADS) * 32,
+                                words_of_row<FORMAT, K, WARPS>(shared_scales, row, warp, t) +
+                                    (j % LOADS) * words_an_item(FORMAT));
     }
     const int live = load_fresh32(num_rows);
     float own_bias[E / 32];
@@ -46,19 +59,29 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     route(routing, scores, own_bias, live, softcap);
     const int count = shared_units + routing.num_slots * (F / 4);
     // Where a unit's weights start for this lane; units past the end read the first one again.
-    auto start_of = [&](int unit) -> const u16 * {
-        if (unit < shared_units || unit >= count)
-            return shared_weight + shared_row + (unit >= count ? 0 : (size_t)unit * 4 * K);
+    auto start_of = [&](int unit) -> Start {
+        if (unit < shared_units || unit >= count) {
+            const size_t row = shared_row + (unit >= count ? 0 : (size_t)unit * 4);
+            return {shared_weight + row * ROW + own, words_of_row<FORMAT, K, WARPS>(shared_scales, row, warp, t)};
+        }
         const int routed = unit - shared_units;
-        return weight + (size_t)routing.experts[routed / (F / 4)] * 2 * F * K + (size_t)(routed % (F / 4)) * 4 * K +
-               routed_row;
+        const size_t row = (size_t)routing.experts[routed / (F / 4)] * 2 * F + (size_t)(routed % (F / 4)) * 4 + routed_row;
+        return {weight + row * ROW + own, words_of_row<FORMAT, K, WARPS>(scales, row, warp, t)};
+    };
+    // What a unit's sums are multiplied by, gate and up.
+    auto factors_of = [&](int unit) {
+        const int routed = unit - shared_units;
+        const float *from = factors + (routed < 0 ? E : routing.experts[routed / (F / 4)]) * 3;
+        return make_float2(from[0], from[1]);
     };
     // The tokens and the shared expert's weights have had the time of the routing to come.
     wait_for_copies();
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
-        stream(slot + j * WARPS * 256, start_of(unit) + (j % LOADS) * 32, unit >= shared_units && unit < count);
+        const Start start = start_of(unit);
+        stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, start.codes + (j % LOADS) * 32,
+                              start.words + (j % LOADS) * words_an_item(FORMAT), unit >= shared_units && unit < count);
     }
     if (writes_tables) {
         for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
@@ -70,22 +93,29 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     }
     __syncthreads();
 
-    const u16 *a_at = tokens + g * STRIDE + own;
+    const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    float2 by = make_float2(1.0f, 1.0f);
     int buffer = 0;
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
-        const u16 *next = 0;
+        Start next = {0, 0};
 #pragma unroll
         for (int j = 0; j < RING; j++) {
             const int at = j % LOADS, unit = first + (j / LOADS) * step;
             if (at == 0) next = start_of(unit + UNITS * step);
-            const u16 *a = a_at + at * 32;
+            if (FORMAT == FP4 && at == 0 && unit < count) by = factors_of(unit);
+            const u16 *a = a_at + at * 32 * CHUNKS;
             wait_for_stream<RING - 1>();
-            multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                           has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
-                           *(const uint4 *)(slot + j * WARPS * 256));
-            stream(slot + j * WARPS * 256, next + at * 32, unit + UNITS * step < count);
+            const uint4 item = *(const uint4 *)(slot + j * WARPS * 256);
+            const u32 word = FORMAT == PLAIN ? 0 : words[j * WARPS * 32];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                multiply_block(even, odd, has_low ? *(const uint4 *)(a + c * 32) : zero,
+                               has_high ? *(const uint4 *)(a + 8 * STRIDE + c * 32) : zero,
+                               decoded<FORMAT>(item, word, c));
+            stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, next.codes + at * 32,
+                                  next.words + at * words_an_item(FORMAT), unit + UNITS * step < count);
             if (at == LOADS - 1 && unit < count) {
                 float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
                 *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
@@ -102,7 +132,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                             gate += from[w * COLS * 8];
                             up += from[w * COLS * 8 + 4];
                         }
-                        const u16 y = gated(gate, up);
+                        const u16 y = gated(gate * by.x, up * by.y);
                         if (routed < 0)
                             shared_act[token * FS + unit * 4 + n] = y;
                         else

@@ -2,38 +2,47 @@
 //
 // -D: K row length; N output columns; WARPS that share a row; RING 16-byte loads in flight a lane; COLS tokens (8 or 16);
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
+// FORMAT of the weight (packed.cuh), TALL.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
-#include "common.cuh"
+#include "packed.cuh"
 
 #define PART (K / WARPS)
-#define LOADS (PART / 32)
+#define BITS (bits_of(FORMAT))
+#define CHUNKS (chunks_of(FORMAT))
+#define LOADS (PART / 32 / CHUNKS)
+#define ROW (K * BITS / 16)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define STRIDE (K + 8)
 #define OUTPUTS (GATED ? 4 : 8)
 
-// Offset of the weight row that lane group g of a unit reads.
+// The weight row that lane group g of a unit reads.
 DEVICE size_t row_at(int unit, int g) {
-    if (GATED) return (size_t)(unit * 4 + (g & 3) + (g < 4 ? 0 : N)) * K;
-    return (size_t)(unit * 8 + g) * K;
+    if (GATED) return (size_t)(unit * 4 + (g & 3) + (g < 4 ? 0 : N));
+    return (size_t)(unit * 8 + g);
 }
 
 KERNEL(WARPS * 32, PROGRAMS)
-project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows, float eps,
-        int x_stride, int out_stride) {
+project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
+        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING * WARPS * 256;
     u16 *scale = tokens + COLS * STRIDE;
     float *sums = (float *)(scale + K);
+    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
-    const u16 *own = weight + warp * PART + 8 * t;
+    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
-        stream(slot + j * WARPS * 256, own + row_at(unit, g) + (j % LOADS) * 32, unit < count);
+        const size_t row = row_at(unit, g);
+        stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + (j % LOADS) * 32,
+                              words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) +
+                                  (j % LOADS) * words_an_item(FORMAT),
+                              unit < count);
     }
     for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
     // How many rows there are changes only at the end of a step.
@@ -69,7 +78,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
     int buffer = 0;
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
@@ -78,14 +87,26 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 #pragma unroll
             for (int j = 0; j < RING; j++) {
                 const int at = LOADS <= RING ? j % LOADS : turn * RING + j;
-                const u16 *a = a_at + at * 32;
+                const u16 *a = a_at + at * 32 * CHUNKS;
+                const int own_unit = first + (LOADS <= RING ? (j / LOADS) * step : 0);
+                if (FORMAT == FP4 && at == 0 && own_unit < count) {
+                    by = factors[GATED ? 0 : own_unit];
+                    if (GATED) by_up = factors[1];
+                }
                 wait_for_stream<RING - 1>();
-                multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
-                               *(const uint4 *)(slot + j * WARPS * 256));
+                const uint4 item = *(const uint4 *)(slot + j * WARPS * 256);
+                const u32 word = FORMAT == PLAIN ? 0 : words[j * WARPS * 32];
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++)
+                    multiply_block(even, odd, has_low ? *(const uint4 *)(a + c * 32) : zero,
+                                   has_high ? *(const uint4 *)(a + 8 * STRIDE + c * 32) : zero,
+                                   decoded<FORMAT>(item, word, c));
                 int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
                 int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
-                stream(slot + j * WARPS * 256, own + row_at(unit, g) + k * 32, unit < count);
+                const size_t row = row_at(unit, g);
+                stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + k * 32,
+                                      words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) + k * words_an_item(FORMAT),
+                                      unit < count);
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
@@ -103,7 +124,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                             y += from[w * COLS * 8];
                             if (GATED) up += from[w * COLS * 8 + 4];
                         }
-                        out[(size_t)token * out_stride + done * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
+                        out[(size_t)token * out_stride + done * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
                     }
                     buffer ^= 1;
                 }
