@@ -37,9 +37,9 @@ DEVICE uint2 settled4(uint4 v, const u32 *from, Self &self) {
 DEVICE uint2 receive4(const u32 *from, Self &self) { return settled4(load_mail(from), from, self); }
 // Receive rows of a warp's columns into shared memory: element (row, column) at row * stride + column. One copy of it
 // for all who receive: what a layer runs must fit the instruction cache. Returns what is left of the patience.
+template <int BATCHED>
 NOT_INLINED int receive_part(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, u32 tag,
                              int patience) {
-    enum { BATCHED = 8 };
     // Pieces of eight columns, row by row; the division is exact for so few.
     const int across = columns / 8, count = rows * across;
     const u32 inverse = (1u << 20) / across + 1;
@@ -72,7 +72,10 @@ NOT_INLINED int receive_part(u16 *to, int stride, const u32 *from, int row_words
     return patience;
 }
 DEVICE void receive_rows(u16 *to, int stride, const u32 *from, int row_words, int rows, int columns, Self &self) {
-    const int left = receive_part(to, stride, from, row_words, rows, columns, self.tag, self.patience);
+    // Few pieces: few instructions, which is what counts then; many: many loads on their way.
+    const int left = rows * columns <= 2048
+                         ? receive_part<2>(to, stride, from, row_words, rows, columns, self.tag, self.patience)
+                         : receive_part<8>(to, stride, from, row_words, rows, columns, self.tag, self.patience);
     if (left <= 0) self.patience = 1, may_poll(self);
     else self.patience = left;
 }

@@ -47,21 +47,29 @@ DEVICE void choose_experts(Routing &r, int token, const float (&bias)[E / 32], f
     // The warp's best, one after another; the lower id among equals.
 #pragma unroll 1
     for (int a = 0; a < A; a++) {
-        int best = keys[0], best_at = 0;
-        float value = sigmoid[0];
+        int tree[E / 32];
 #pragma unroll
-        for (int i = 1; i < E / 32; i++)
-            if (keys[i] > best) best = keys[i], best_at = i, value = sigmoid[i];
-        const int highest = max_over_warp(best), id = best_at * 32 + lane;
-        const u32 equals = lanes_where(best == highest);
+        for (int i = 0; i < E / 32; i++) tree[i] = keys[i];
+#pragma unroll
+        for (int width = 1; width < E / 32; width *= 2)
+#pragma unroll
+            for (int i = 0; i + width < E / 32; i += 2 * width) tree[i] = max(tree[i], tree[i + width]);
+        const int highest = max_over_warp(tree[0]);
+        const u32 equals = lanes_where(tree[0] == highest);
+        // This lane's first expert of that key.
+        int own = E / 32 - 1;
+#pragma unroll
+        for (int i = E / 32 - 2; i >= 0; i--) own = keys[i] == highest ? i : own;
         int winner = first_bit(equals);
-        if (equals & (equals - 1)) winner = min_over_warp(best == highest ? id : E) & 31;
+        if (equals & (equals - 1)) winner = min_over_warp(tree[0] == highest ? own * 32 + lane : E) & 31;
         if (winner != lane) continue;
-        r.chosen[token][a] = (u8)id, r.weights[token][a] = value;
-        atomicOr(&r.live[id >> 5], 1u << (id & 31));
+        const int id = own * 32 + lane;
+        float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < E / 32; i++)
-            if (i == best_at) keys[i] = lowest;
+            if (i == own) value = sigmoid[i], keys[i] = lowest;
+        r.chosen[token][a] = (u8)id, r.weights[token][a] = value;
+        atomicOr(&r.live[id >> 5], 1u << (id & 31));
     }
     __syncwarp();
     float total = 0.0f;

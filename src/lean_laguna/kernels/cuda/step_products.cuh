@@ -10,70 +10,59 @@ struct Tokens {
     uint4 low[LOADS], high[HIGH ? LOADS : 1];
 };
 
-DEVICE float squares_of_all(const uint4 (&v)[LOADS]) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) squares += squares_of(v[i]);
-    squares += exchange(squares, 1);
-    return squares + exchange(squares, 2);
-}
-
-// A row's part of what a lane multiplies with, from the mail or (first layer) from the embedding.
-DEVICE void receive_fragments(uint4 (&to)[LOADS], const u32 *mail, const u16 *embed, int id, bool is_live,
-                              Self &self) {
-    uint4 v[2 * LOADS];
-    u32 differs;
-    do {
-        differs = 0;
-#pragma unroll
-        for (int i = 0; i < 2 * LOADS; i++) v[i] = make_uint4(self.tag, self.tag, self.tag, self.tag);
-        if (is_live && !embed)
-#pragma unroll
-            for (int i = 0; i < 2 * LOADS; i++) v[i] = load_mail(mail + 32 * (i / 2) + 4 * (i % 2));
-#pragma unroll
-        for (int i = 0; i < 2 * LOADS; i++) differs |= differing(v[i], self.tag);
-    } while (differs && may_poll(self));
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-        to[i] = is_live ? joined(v[2 * i], v[2 * i + 1]) : make_uint4(0, 0, 0, 0);
-        if (embed && is_live) to[i] = *(const uint4 *)(embed + (size_t)id * D + 32 * i);
-    }
-    __syncwarp();
-}
-
-// Receive the live rows and normalise them.
+// Receive the live rows, from the mail or (first layer) from the embedding, normalise them, and take what this lane
+// multiplies into registers. Ends with a barrier: the place where rows are received is free.
 DEVICE void receive_normed(Tokens &to, const u32 *mail, const u16 *embed, const int *ids, const u16 *norm, float eps,
                            Self &self) {
-    const int own = self.warp * PART + 8 * self.t, g = self.g;
-    uint4 by[LOADS];
+    enum { ACROSS = PART / 8, PIECES = (ACROSS + 31) / 32, WIDE = PART + 32 };
+    u16 *own = self.s.received + self.warp * AREA;
+    const int column = self.lane * 8, part = self.warp * PART;
+    uint4 by[PIECES];
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) by[i] = *(const uint4 *)(norm + own + 32 * i);
-    float *squares = self.s.squares;
-    const u16 *table = embed ? embed + own : 0;
-    receive_fragments(to.low, mail + g * D + own, table, embed && self.has_low ? ids[g] : 0, self.has_low, self);
-    const float own_squares = squares_of_all(to.low);
-    if (self.t == 0) squares[self.warp * 16 + g] = own_squares;
-#if HIGH
-    receive_fragments(to.high, mail + (g + 8) * D + own, table, embed && self.has_high ? ids[g + 8] : 0, self.has_high,
-                      self);
-    const float own_squares8 = squares_of_all(to.high);
-    if (self.t == 0) squares[self.warp * 16 + g + 8] = own_squares8;
-#endif
-    __syncthreads();
-    float total = 0.0f, total8 = 0.0f;
+    for (int i = 0; i < PIECES; i++) by[i] = *(const uint4 *)(norm + part + min(column + 256 * i, PART - 8));
+    if (embed) {
+#pragma unroll 1
+        for (int row = 0; row < self.live; row++)
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        total += squares[w * 16 + g];
-        if (HIGH) total8 += squares[w * 16 + (g + 8) % 16];
+            for (int i = 0; i < PIECES; i++)
+                if (column + 256 * i < PART)
+                    *(uint4 *)(own + row * WIDE + column + 256 * i) =
+                        *(const uint4 *)(embed + (size_t)ids[row] * D + part + column + 256 * i);
+        __syncwarp();
+    } else
+        receive_rows(own, WIDE, mail + part, D, self.live, PART, self);
+    float *all = self.s.squares;
+#pragma unroll 1
+    for (int row = 0; row < self.live; row++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (column + 256 * i < PART) squares += squares_of(*(const uint4 *)(own + row * WIDE + column + 256 * i));
+        squares = sum_over_warp(squares);
+        if (self.lane == 0) all[self.warp * 16 + row] = squares;
     }
-    const float inverse = rsqrtf(total / D + eps);
+    __syncthreads();
+#pragma unroll 1
+    for (int row = 0; row < self.live; row++) {
+        float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) to.low[i] = self.has_low ? scaled(to.low[i], inverse, by[i]) : to.low[i];
-#if HIGH
-    const float inverse8 = rsqrtf(total8 / D + eps);
+        for (int w = 0; w < WARPS; w++) total += all[w * 16 + row];
+        const float inverse = rsqrtf(total / D + eps);
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) to.high[i] = self.has_high ? scaled(to.high[i], inverse8, by[i]) : to.high[i];
-#endif
+        for (int i = 0; i < PIECES; i++) {
+            uint4 *at = (uint4 *)(own + row * WIDE + column + 256 * i);
+            if (column + 256 * i < PART) *at = scaled(*at, inverse, by[i]);
+        }
+    }
+    __syncwarp();
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const u16 *low = own + self.g * WIDE + 8 * self.t;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        to.low[i] = self.has_low ? *(const uint4 *)(low + 32 * i) : zero;
+        if (HIGH) to.high[HIGH * i] = self.has_high ? *(const uint4 *)(low + 8 * WIDE + 32 * i) : zero;
+    }
+    __syncthreads();
 }
 
 // A warp's sums of 8 weight rows, left where all warps' are added: [COLS][stride] a warp.
