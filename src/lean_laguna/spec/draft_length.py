@@ -301,11 +301,13 @@ class DraftLengthController:
         if cell.probe_paid and last != current:
             return last
         policy = self.policy
+        # Where a longer draft means another tile of rows, a look at each neighbour costs more than it tells.
+        looks_around = self.schedule is None or self.schedule.compares_caps
         others = sorted((k for k in range(len(rates)) if k != current), key=lambda k: (-rates[k], k))
         for k in others:
             if self.schedule is not None and 0 < k < current:
                 continue  # scheduled steps send fewer drafts by themselves, and tell of all that they make
-            is_new = cell.times.count(k) < policy.min_repeats and abs(k - current) <= 2
+            is_new = looks_around and cell.times.count(k) < policy.min_repeats and abs(k - current) <= 2
             is_next_best = k in (0, others[0])
             is_old = cell.num_steps - cell.last_tried.get(k, -policy.recheck_steps) >= policy.recheck_steps
             is_lead = current == 0 and k == others[0]  # while off, only trying shows that drafting pays again
