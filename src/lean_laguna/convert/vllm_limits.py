@@ -35,11 +35,9 @@ def vllm_limits(source: Source, schemes: Mapping[str, WeightScheme]) -> list[str
         mixed = [name for name, kinds in found.items() if len(kinds) > 1]
         if mixed:
             notes.append(f"vLLM runs {title} as one and refuses several schemes among them, as in {mixed[0]}")
-    own_keys = [module for module in merged if source.is_drafter and _qkv(module)]
-    if own_keys:
+    if source.is_drafter:
         notes.append(
-            f"vLLM reads a drafter's k and v as plain weights: with {own_keys[0]} quantised it cannot draft; "
-            "this engine can"
+            "vLLM 0.25.1 loads no drafter whose weights are in compressed-tensors' form; this engine does"
         )
     for title, size in _SIZES.items():
         members = (module for module, scheme in merged.items() if _title(module, scheme) == title)
