@@ -180,6 +180,9 @@ def test_a_row_keeps_its_bits_among_others(model):
     together = model.run(kernel, [tokens], [first])
     wider = model.kernel(caches, 16)
     model.table[:3] = model.table[:3].roll(1, 0)
+    # Keys of the first neighbour are not numbers: its own rows suffer, and nobody waits in vain.
+    for keys, _ in caches:
+        keys[model.table[0].long()] = float("nan")
     beside = model.run(wider, [[1, 2, 3, 4], tokens, [5] * 3], [7, first, 511])
     for i in range(2):
         expected = torch.cat([a[i] for a in alone]).view(torch.int16)
@@ -196,3 +199,21 @@ def test_tags_start_anew_before_they_run_out(model):
         for mine, theirs in zip(model.run(kernel, tokens, [0]), expected, strict=True):
             assert torch.equal(mine, theirs)
         assert model.workspace.state[0].item() == used
+
+
+def test_equal_scores_go_to_the_lower_expert(model):
+    mlp = model.layers[1].mlp
+    mlp.router_gate_up[:E] = 0
+    mlp.bias.zero_()
+    tokens = [3, 14]
+    normed, _ = model.run(model.kernel(model.caches()), [tokens], [0])
+    expected, _ = model.expected(tokens)
+    assert (normed.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+
+
+def test_a_step_of_no_rows_writes_nothing(model):
+    kernel = model.kernel(model.caches())
+    model.rows.num_rows.zero_()
+    kernel.run()
+    assert model.normed.isnan().all()
+    assert model.workspace.state[0].item() == 0
