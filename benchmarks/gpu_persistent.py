@@ -1,4 +1,4 @@
-"""The whole step in one launch beside today's layers on a GPU: equality, row bits, where time goes, whole steps.
+"""The whole step in one launch beside today's layers on a GPU: equality, row bits, where time goes, steps.
 
     PYTHONPATH=src python benchmarks/gpu_persistent.py --out FOLDER
 
@@ -129,11 +129,11 @@ class PersistentBench(Bench):
         return step if layer is None else dataclasses.replace(step, layer=layer)
 
     def target(self, launch: Launch, **options: Any) -> TargetStep:
-        name = next(n for n in self.usable if self.kernels[n].source_cols == launch.cols)
+        name = next(n for n in self.usable if self.kernels[n].cols == launch.cols)
         return dataclasses.replace(super().target(launch, **options), whole=self.kernels[name].run)
 
     def equal(self) -> dict[str, Any]:
-        """Run every variant once at each row count; relative difference of normed rows and taps to Triton's."""
+        """Run every variant at each row count; relative difference of normed rows and taps to Triton's."""
         found: dict[str, Any] = {}
         cases = ([1], 0), ([3], 0), ([8], 0), ([3, 2, 2], 0), ([11], 0), ([16], 0), ([1], 1)
         wanted = []
@@ -145,7 +145,7 @@ class PersistentBench(Bench):
             self.sync()
             n = sum(counts)
             wanted.append((self.scratch.normed[:n].clone(), self.taps[:n].clone()))
-        runs = {name: (kernel.source_cols, kernel.run) for name, kernel in self.kernels.items()}
+        runs = {name: (kernel.cols, kernel.run) for name, kernel in self.kernels.items()}
         for name, (cols, run) in runs.items():
             worst: list[Any] = []
             if name.startswith("no"):
@@ -210,10 +210,8 @@ class PersistentBench(Bench):
             kernel = self.kernels[name]
             if self.left() < 60:
                 break
-            step = dataclasses.replace(
-                super().target(self.launch(kernel.source_cols, False)), whole=kernel.run
-            )
-            counts = (1, 2, 4, 8) if kernel.source_cols == 8 else (1, 8, 16)
+            step = dataclasses.replace(super().target(self.launch(kernel.cols, False)), whole=kernel.run)
+            counts = (1, 2, 4, 8) if kernel.cols == 8 else (1, 8, 16)
             table.append({"setup": name, **self.time_rows(step.run, counts)})
             print(table[-1], flush=True)
         return table
@@ -229,7 +227,7 @@ class PersistentBench(Bench):
         return found
 
     def where(self) -> dict[str, Any]:
-        """Return, of kernels that stamp, microseconds from each phase's start to the next one's, over blocks."""
+        """Return, of kernels that stamp, microseconds from each phase's start to the next one's."""
         found = {}
         clock = 1.755
         for name in self.usable:

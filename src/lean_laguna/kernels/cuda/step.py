@@ -1,7 +1,7 @@
-"""All layers of a step in one CUDA C++ launch, from token ids to the final norm: what fits, and its host side.
+"""All layers of a step in one CUDA C++ launch, token ids to the final norm: what fits, and its host side.
 
-One block a multiprocessor, all running at once; blocks hand each other results through tagged words instead of
-kernel boundaries, and read weights ahead across them. See ``step.cu``.
+One block a multiprocessor, all running at once; blocks hand each other results through tagged words instead
+of kernel boundaries, and read weights ahead across them. See ``step.cu``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.launching import launch_together
+from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.launch import MAX_ROWS, cdiv
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights
@@ -26,9 +27,11 @@ ITEM_BYTES = THREADS * 16
 HEAD_DIM = 128
 NEAR_SPLITS = 16
 LAYER_BYTES = 192
-MAX_RING = 32
+MAX_RING = 16
+"""Items of 4 KiB a block reads ahead: more brought nothing."""
 CHUNK = 128
-"""Keys staged at a time, and keys of a split in a window."""
+"""Keys staged at a time, and keys of a split in a window; half of it where shared memory is small."""
+SMALL_SHARED = 160 << 10
 NEAR_KEYS, FAR_KEYS = 256, 1024
 """Keys of one of the first NEAR_SPLITS splits of a full context, and of a later one."""
 PATIENCE = 20_000_000
@@ -64,18 +67,21 @@ def _lengths(layers: Sequence[LayerWeights]) -> list[int]:
     return found
 
 
+def _weights(layer: LayerWeights) -> list[Weight]:
+    mlp = layer.mlp
+    found = [layer.attention.qkv, layer.attention.out, mlp.gate_up, mlp.down]
+    return [*found, mlp.router_gate_up, mlp.shared_down] if isinstance(mlp, SparseWeights) else found
+
+
 def _is_plain(layer: LayerWeights) -> bool:
     attention, mlp = layer.attention, layer.mlp
-    weights = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-    if isinstance(mlp, SparseWeights):
-        weights += [mlp.router_gate_up, mlp.shared_down]
-        if mlp.shared_gate_up is not None:
-            return False
-    return attention.gate is None and all(isinstance(weight, Tensor) for weight in weights)
+    if isinstance(mlp, SparseWeights) and mlp.shared_gate_up is not None:
+        return False
+    return attention.gate is None and all(isinstance(weight, Tensor) for weight in _weights(layer))
 
 
 def fits_step(layers: Sequence[LayerWeights]) -> bool:
-    """Say whether ``StepKernel`` takes these layers, all of them."""
+    """Say whether ``StepKernel`` takes these layers, all of them: BF16, one hidden size, one mixture."""
     if not all(_is_plain(layer) for layer in layers):
         return False
     first = layers[0].attention
@@ -128,8 +134,10 @@ class Workspace:
         D = layers[0].attention.qkv.shape[1]
         words, parts = 0, 0
         for layer in layers:
-            shape, mlp = layer.attention.shape, layer.mlp
-            parts = max(parts, MAX_ROWS * shape.num_heads * _splits(layer, CHUNK // 2)[2] * (HEAD_DIM + 2) * 2)
+            shape = layer.attention.shape
+            parts = max(
+                parts, MAX_ROWS * shape.num_heads * _splits(layer, CHUNK // 2)[2] * (HEAD_DIM + 2) * 2
+            )
         width, heads, act, experts, _ = _widths(layers)
         words = MAX_ROWS * (2 * D + width + heads + act + experts)
 
@@ -196,13 +204,14 @@ class StepKernel:
             options: Constants to use instead of the chosen ones: RING, GROUP, CHUNK, TIMED.
         """
         self._layers, self._workspace = tuple(layers), workspace
-        self.source_cols = cols
+        self.cols = cols
         device = embed.device
         kv_block = caches[0][0].shape[1]
-        constants = _constants(layers, kv_block, cols, options or {})
+        limit = shared_memory(device)
+        chunk = CHUNK if limit > SMALL_SHARED else CHUNK // 2
+        constants = _constants(layers, kv_block, cols, {"CHUNK": chunk, **(options or {})})
         self.grid = _grid(layers, device)
         constants["PAIRS"] = cdiv(constants["D"], 16 * self.grid)
-        limit = shared_memory(device)
         fixed = _fixed_bytes(constants)
         ring = min((options or {}).get("RING", MAX_RING), (limit - fixed) // ITEM_BYTES)
         constants["RING"] = ring // constants["GROUP"] * constants["GROUP"]
@@ -213,7 +222,9 @@ class StepKernel:
             _described(layer, cache, table, tap, constants["CHUNK"])
             for layer, cache, table, tap in zip(layers, caches, tables, taps, strict=True)
         ]
-        self._description = torch.frombuffer(bytearray(b"".join(described)), dtype=torch.uint8).clone().to(device)
+        self._description = (
+            torch.frombuffer(bytearray(b"".join(described)), dtype=torch.uint8).clone().to(device)
+        )
         self._kept = (caches, tables, taps)
         self.stamps = (
             torch.zeros(self.grid, len(layers), 16, dtype=torch.int64, device=device)
@@ -251,13 +262,17 @@ def _grid(layers: Sequence[LayerWeights], device: torch.device) -> int:
     for layer in layers:
         mlp = layer.mlp
         if isinstance(mlp, SparseWeights):
-            units.append(mlp.down.shape[0] // 8 + (mlp.shared_down.shape[1] + mlp.top_k * mlp.down.shape[2]) // 4)
+            units.append(
+                mlp.down.shape[0] // 8 + (mlp.shared_down.shape[1] + mlp.top_k * mlp.down.shape[2]) // 4
+            )
         else:
             units.append(mlp.down.shape[1] // 4)
     return min(*units, multiprocessors(device))
 
 
-def _constants(layers: Sequence[LayerWeights], kv_block: int, cols: int, options: dict[str, int]) -> dict[str, int]:
+def _constants(
+    layers: Sequence[LayerWeights], kv_block: int, cols: int, options: dict[str, int]
+) -> dict[str, int]:
     D, lengths = layers[0].attention.qkv.shape[1], _lengths(layers)
     width, heads, act, experts, shared = _widths(layers)
     group = 4 if D % 1024 == 0 and all(k % 512 == 0 for k in lengths) else 2
@@ -268,7 +283,6 @@ def _constants(layers: Sequence[LayerWeights], kv_block: int, cols: int, options
         "COLS": cols,
         "LAYERS": len(layers),
         "GROUP": group,
-        "CHUNK": CHUNK,
         "WIDTH": width,
         "HEADS": heads,
         "ACT": act,
@@ -301,18 +315,19 @@ def _described(
 ) -> bytes:
     """Pack ``struct Layer`` of step_types.cuh."""
     attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
-    tensors: list[Tensor | None] = [attention.input_norm, attention.qkv, attention.q_norm, attention.k_norm]
-    tensors += [*layer.rotary, *cache, table, attention.out, mlp.norm]
+    qkv, out, gate_up, down, *more = (weight for weight in _weights(layer) if isinstance(weight, Tensor))
+    tensors: list[Tensor | None] = [attention.input_norm, qkv, attention.q_norm, attention.k_norm]
+    tensors += [*layer.rotary, *cache, table, out, mlp.norm]
     softcap = scaling = 0.0
     dense = 0
     if isinstance(mlp, SparseWeights):
-        tensors += [mlp.router_gate_up, mlp.gate_up, mlp.down, mlp.shared_down, mlp.bias]
+        router, shared_down = more
+        tensors += [router, gate_up, down, shared_down, mlp.bias]
         softcap, scaling = float(mlp.softcap), float(mlp.scaling)
     else:
-        tensors += [None, mlp.gate_up, mlp.down, None, None]
-        dense = mlp.down.shape[1]
+        tensors += [None, gate_up, down, None, None]
+        dense = down.shape[1]
     tensors.append(tap)
-    assert all(t is None or t is tap or t.is_contiguous() for t in tensors if t is not table)
     near, far, splits = _splits(layer, chunk)
     return struct.pack(
         "<17Q10i4B2fI",

@@ -1,7 +1,5 @@
 """A whole step in one launch equals plain layers, appends keys, and keeps every row's bits its own."""
 
-import dataclasses
-
 import pytest
 import torch
 
