@@ -159,3 +159,27 @@ def test_an_fp8_cache_changes_with_drafts_neighbours_and_chunks_nothing(requests
     expected = Run(toy_engine(**options), *requests).finish()
     assert Run(toy_engine(**options), requests[1]).finish() == expected[1:2]
     assert Run(toy_engine(3, **options), *requests).finish() == expected
+
+
+@pytest.mark.slow
+def test_a_length_tried_for_one_step_is_timed_though_all_is_laid_out_anew(monkeypatch):
+    engine, seen = toy_engine("auto"), []
+    lengths = engine._draft_lengths
+    turns = iter(range(1000))
+
+    def alternate(sequences):
+        chosen = 7 if next(turns) % 2 else 0
+        lengths._chosen = [min(chosen, s.completion.num_remaining - 1) for s in sequences]
+        return lengths._chosen
+
+    def observe(sequences, accepted, *, draft_s, verify_s, **_):
+        seen.append((max(n for n, _ in accepted), draft_s, verify_s))
+
+    monkeypatch.setattr(lengths, "choose", alternate)
+    monkeypatch.setattr(lengths, "observe", observe)
+    Run(engine, *((prompt, params(i, 10)) for i, prompt in enumerate(PROMPTS))).finish()
+    drafted = [draft_s for num, draft_s, _ in seen if num]
+    plain = [draft_s for num, draft_s, _ in seen if not num]
+    assert drafted
+    assert plain
+    assert min(drafted) > max(plain)

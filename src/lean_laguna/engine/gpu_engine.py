@@ -251,8 +251,11 @@ class GpuEngine(LLMEngine):
             self._running.append(lane)
             if any(num_drafts):
                 self._lanes.load(lane)
+            start = mark(self._programs.device)
+            if any(num_drafts):
                 cols = self._programs.columns(len(own) + sum(num_drafts))
                 self._programs.run("propose", cols, filtered=has_filters(own))
+            lane.first_drafts = start, mark(self._programs.device)
 
     def _prepare(self, sequence: SequenceState) -> None:
         """Make the tables cover all that launched steps may write."""
@@ -313,6 +316,9 @@ class GpuEngine(LLMEngine):
                 chances.append(own_chances)
             num_rows = sum(1 + count[0] for _, count, _ in spoke)
             self._prices.costs.observe(num_rows, lane_s, is_wide=launched.is_wide)
+            if lane.draft_s is None and lane.first_drafts is not None and self._schedule is None:
+                # So that a length tried for one step, which lays everything out anew, teaches something.
+                lane.draft_s = seconds_between(*lane.first_drafts)
             is_known = is_known and lane.draft_s is not None
             draft_s += lane.draft_s or 0.0
             verify_s += lane_s

@@ -76,7 +76,8 @@ class Lane:
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
         is_over: Whether the device has ended each.
         cut: Drafts of each that were not worth verifying.
-        draft_s: Seconds that the drafts to be verified next took; None where not known.
+        draft_s: Seconds that the drafts to be verified next took; None before the first are verified.
+        first_drafts: Start and end of the drafts made when it was laid out.
         num_made_tokens: Longest of the drafts to be verified next, where they are scheduled; else None.
         chances: Of the drafts to be verified next, cut ones included, by entry: that each is accepted if
             those before it are; None where not known.
@@ -97,6 +98,7 @@ class Lane:
     is_over: list[bool] = field(default_factory=lambda: [False] * MAX_ROWS)
     cut: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     draft_s: float | None = None
+    first_drafts: tuple[Mark, Mark] | None = None
     num_made_tokens: int | None = None
     chances: list[tuple[float, ...]] | None = None
     num_under_way: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -31,8 +30,6 @@ from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_OTHERS_BYTES = 64 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,21 +102,6 @@ def wants_kernels(kernels: str, device: torch.device) -> bool:
     return kernels in ("triton", "cuda") or (kernels == "auto" and device.type == "cuda")
 
 
-def use_growing_segments(device: torch.device) -> None:
-    """Have the GPU's allocator take memory in segments that grow and shrink.
-
-    Weights are moved side by side while they load; segments of fixed size would stay behind in pieces.
-    Nothing happens where the process already holds GPU memory, or its environment sets the allocator up.
-    """
-    if device.type != "cuda" or any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        return
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _OTHERS_BYTES:
-        return
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:
-        change("expandable_segments:True")
-
-
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     """Load everything that a configuration names.
 
@@ -135,7 +117,6 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    use_growing_segments(device)
     if config.is_synthetic:
         print(f"lean-laguna: SYNTHETIC: {synthetic_note(config)}", file=sys.stderr)
     if config.load_format == "dummy":

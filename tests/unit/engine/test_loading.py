@@ -10,7 +10,6 @@ from lean_laguna.engine.loading import (
     load_engine,
     resolve_device,
     resolve_dtype,
-    use_growing_segments,
 )
 from lean_laguna.spec.proposer import DFlashProposer
 from support.checkpoints import write_tiny_drafter, write_tiny_target
@@ -91,28 +90,6 @@ def test_dummy_weights_run_by_shape_and_are_never_passed_off_as_a_model(capsys):
     while engine.has_unfinished:
         engine.step()
     assert state.snapshot().outputs[0].text.startswith("<")
-
-
-@pytest.mark.parametrize(
-    ("device", "variable", "held", "expected"),
-    [
-        ("cuda", None, 0, ["expandable_segments:True"]),
-        ("cpu", None, 0, []),
-        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", 0, []),
-        ("cuda", None, 1 << 30, []),
-    ],
-)
-def test_segments_grow_where_nobody_else_uses_the_allocator(monkeypatch, device, variable, held, expected):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "")
-    changes = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: held > 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held)
-    use_growing_segments(torch.device(device))
-    assert changes == expected
 
 
 def test_a_drafter_is_of_the_kind_asked_for_and_quantised_if_asked(tmp_path):

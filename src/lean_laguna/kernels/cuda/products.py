@@ -67,7 +67,7 @@ def _codes(weight: Weight) -> Tensor:
 
 
 def _num_programs(x: Tensor, launch: Launch) -> int:
-    """Return how many programs of a streaming kernel run at once: with 16 columns one a multiprocessor fits."""
+    """Return how many programs of a streaming kernel run at once: of 16 columns one a multiprocessor."""
     return multiprocessors(x.device) * (PROGRAMS if launch.cols <= 8 else 1)
 
 
