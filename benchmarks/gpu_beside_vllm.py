@@ -168,7 +168,9 @@ def ours(args: argparse.Namespace, begin: float) -> None:
         ways["own choice"] = way(None)
     side.all(ways, () if is_again else STREAMS, {"3 drafts": way(3)})
     side.found["chosen"] = llm.stats().draft_length_reason
-    side.found["tokens_per_step"] = llm.stats().speculation.mean_acceptance_length
+    # Only the second time do all drafting requests draft seven.
+    counted = "tokens_per_step" if is_again else "tokens_per_step_of_all_ways"
+    side.found[counted] = llm.stats().speculation.mean_acceptance_length
     side.write()
 
 
