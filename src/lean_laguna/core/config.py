@@ -194,7 +194,7 @@ class EngineConfig:
             of the model folder's ``config.json``.
         shape: With ``dummy``: a published model's name, such as ``laguna-xs``; the drafter named ``dummy`` is
             of the same family.
-        scheme: With ``dummy``: how its weights are stored, such as ``nvfp4`` (``quant.builds``); None is BF16.
+        scheme: With ``dummy``: how weights are stored, such as ``nvfp4`` (``quant.builds``); None is BF16.
     """
 
     model: str = "nano"

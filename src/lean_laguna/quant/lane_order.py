@@ -2,8 +2,8 @@
 
 A lane multiplies eight columns at a time, every fourth eight of a row; in lane order the codes of 16 bytes
 are all of one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8; element e of four
-bytes that hold n codes lies at place e / 2 + (e % 2) * n / 2. ``pairs``, 4 bits only: 16 rows together, as eight
-warps take eight parts of K; a lane's 16 bytes are 16 columns of a row and of the row eight below.
+bytes that hold n codes lies at place e / 2 + (e % 2) * n / 2. ``pairs``, 4 bits only: 16 rows together, as
+eight warps take eight parts of K; a lane's 16 bytes are 16 columns of a row and of the row eight below.
 """
 
 from __future__ import annotations
