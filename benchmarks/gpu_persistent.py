@@ -148,10 +148,6 @@ class PersistentBench(Bench):
         runs = {name: (kernel.cols, kernel.run) for name, kernel in self.kernels.items()}
         for name, (cols, run) in runs.items():
             worst: list[Any] = []
-            if name.startswith("no"):
-                # Waits for nothing, to see what waiting costs: its results mean nothing.
-                self.usable.append(name)
-                continue
             for (counts, far), (normed, taps) in zip(cases, wanted, strict=True):
                 n = sum(counts)
                 if n > cols:
@@ -350,9 +346,7 @@ def main() -> None:
             print(f"  complaint: {bench.workspace.complaint()}")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value or []):
             print(f"  {key}: {item}")
-    print(
-        f"errors {list(bench.found['errors'])}, read {bench.found.get('read_tb_s')} TB/s, {bench.left():.0f} s left"
-    )
+    print(f"errors {list(bench.found['errors'])}, read {bench.found.get('read_tb_s')} TB/s")
 
 
 if __name__ == "__main__":

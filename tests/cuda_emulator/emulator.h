@@ -131,7 +131,6 @@ DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
 }
 DEVICE void stream_item(u16 *to, const u16 *from) { memcpy(to, from, 16); }
 DEVICE void end_stream_group() {}
-DEVICE void prefetch_bytes(const u16 *, u32) {}
 template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE uint4 load_mail(const u32 *p) { return *(const uint4 *)p; }
 DEVICE u32 load_mail1(const u32 *p) { return *p; }

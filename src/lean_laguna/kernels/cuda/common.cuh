@@ -93,12 +93,6 @@ DEVICE void stream_item(u16 *to, const u16 *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
 DEVICE void end_stream_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Ask for many bytes into L2, a multiple of 16: a hint.
-DEVICE void prefetch_bytes(const u16 *from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 // Words that other blocks write meanwhile: each arrives whole, pairs of a value and its tag too.
 DEVICE uint4 load_mail(const u32 *p) {
     uint4 v;
@@ -111,7 +105,9 @@ DEVICE u32 load_mail1(const u32 *p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-DEVICE void store_mail1(u32 *p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE void store_mail1(u32 *p, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 DEVICE void store_mail(u32 *p, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
                  ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -6,11 +6,7 @@
 DEVICE u32 tagged(float x, u32 tag) { return ((u32)to_bf16(x) << 16) | tag; }
 DEVICE u32 tagged16(u16 x, u32 tag) { return ((u32)x << 16) | tag; }
 DEVICE float untagged(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-#ifdef NOWAIT
-DEVICE u32 differing(uint4 v, u32 tag) { return 0; }
-#else
 DEVICE u32 differing(uint4 v, u32 tag) { return ((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffffu; }
-#endif
 // Eight elements without their tags.
 DEVICE uint4 joined(uint4 a, uint4 b) {
     return make_uint4(high_halves(a.x, a.y), high_halves(a.z, a.w), high_halves(b.x, b.y), high_halves(b.z, b.w));

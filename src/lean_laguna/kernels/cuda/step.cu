@@ -111,24 +111,14 @@ DEVICE void run_half(const Layer &at, bool is_second, const u16 *embed, const in
     }
     if (!is_second) {
         enter(self, ATTEND);
-#ifdef AHEAD_OUT
-        const int k = at.heads * P, columns = min(k / WARPS - RING / 2 * 32, AHEAD_OUT);
-        if (self.thread < 128 && self.block < D / 16 && columns > 0)
-            prefetch_bytes(at.out + (size_t)(self.block * 16 + self.thread / 8) * k + self.thread % 8 * (k / WARPS) +
-                               RING / 2 * 32, columns * 2);
-#endif
         // The keys staged ahead belong to the group issued next after them.
         if (tape.taken - before >= GROUPS)
             wait_for_stream<GROUPS - 1>();
         else
             wait_for_copies();
-#ifndef NO_ATTEND
         attend(at, parts, serial, eps, scale, self);
-#endif
         enter(self, COMBINE);
-#ifndef NO_ATTEND
         combine_all(at, parts, serial, self);
-#endif
     }
     enter(self, is_second ? DOWN : OUT);
 #if E
@@ -183,6 +173,7 @@ step(const u8 *layers, u32 *mail, int mail_words, u32 *parts, int *state, u64 *s
         finish_row(row, final_norm, normed, eps, self);
     }
     // All blocks have read these: the last layer could not have ended without them.
-    if (self.block == 0 && thread == 0) state[TAGS_USED] = (int)(tags_used + LAYERS), state[SERIAL] = (int)(serial + LAYERS);
+    if (self.block == 0 && thread == 0)
+        state[TAGS_USED] = (int)(tags_used + LAYERS), state[SERIAL] = (int)(serial + LAYERS);
     wait_for_copies();
 }

@@ -369,9 +369,6 @@ struct PartOfHead {
     METHOD bool is_here(u32 serial) const {
         u32 differs = 0;
         for (int i = 0; i < 3; i++) differs |= (v[i].y ^ serial) | (v[i].w ^ serial);
-#ifdef NOWAIT
-        return true;
-#endif
         return differs == 0;
     }
 };
@@ -415,9 +412,7 @@ DEVICE void combine(int row, int head, int position, int last_key, const Layer &
     float y[4];
     for (int i = 0; i < 4; i++) y[i] = rounded(acc[i] * inverse);
     if (at.gate) {
-        #ifndef NOWAIT
-        while (((gate ^ self.tag) & 0xffffu) && may_poll(self)) gate = load_mail1(gate_at);
-#endif
+                while (((gate ^ self.tag) & 0xffffu) && may_poll(self)) gate = load_mail1(gate_at);
         const float opened = rounded(softplus(untagged(gate)));
         for (int i = 0; i < 4; i++) y[i] *= opened;
     }

@@ -17,9 +17,6 @@ DEVICE void receive_scores(float (&logits)[E / 32], const u32 *from, Self &self)
         differs = 0;
 #pragma unroll
         for (int i = 0; i < E / 32; i++) differs |= (v[i] ^ self.tag) & 0xffffu;
-#ifdef NOWAIT
-        break;
-#endif
         if (differs == 0 || !may_poll(self)) break;
 #pragma unroll
         for (int i = 0; i < E / 32; i++)
