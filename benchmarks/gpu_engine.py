@@ -26,7 +26,6 @@ from gpu_memory import Meter, beyond
 
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine import gpu_whole_steps
 from lean_laguna.engine.llm import LLM
 
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
@@ -396,10 +395,8 @@ def main() -> None:
     parser.add_argument("--soak-steps", type=int, default=20_000)
     parser.add_argument("--profile-host", action="store_true", help="where the soak's host time goes")
     parser.add_argument("--kernels", default="triton", help="or cuda: CUDA C++ where it fits")
-    parser.add_argument("--whole", action="store_true", help="with cuda: all layers in one launch")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    gpu_whole_steps.IS_FASTER = args.whole
     bench = Bench(args)
     for name in PARTS:
         bench.part(name)

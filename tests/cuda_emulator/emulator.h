@@ -1,6 +1,5 @@
-// Runs a CUDA kernel of this project on a CPU: a fiber a thread, barriers and warp operations as meeting points; blocks
-// one after another, or all at once where they wait for each other. For checking logic, not timing; only what the
-// kernels use is here.
+// Runs a CUDA kernel of this project on a CPU, one block after another: a fiber a thread, barriers and warp
+// operations as meeting points. For checking logic, not timing; only what the kernels use is here.
 #pragma once
 #include "standard.h"
 
@@ -20,22 +19,21 @@ namespace emulator {
 struct Fiber {
     ucontext_t context;  // for the first entry; from then on jumps, which leave the signal mask alone
     jmp_buf at;
-    std::unique_ptr<char[]> stack;
+    std::vector<char> stack;
     bool is_started, is_done;
 };
 struct Meeting { int waiting = 0, round = 0; };
 struct Dim { int x; };
-static std::vector<Fiber> fibers;           // of all blocks that run
-static std::vector<Meeting> warps, blocks;
+static std::vector<Fiber> fibers;
+static std::vector<Meeting> warps;
+static Meeting block;
 static jmp_buf scheduler;
-static int current, num_threads, first_block, num_blocks;
-static std::vector<std::vector<u8>> shared;
+static int current, num_threads, block_index, num_blocks;
+static std::vector<u8> shared;
 static std::function<void()> body;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
 static std::vector<Lane> lanes;
 
-static inline int thread_index() { return current % num_threads; }
-static inline int local_block() { return current / num_threads; }
 static inline void pause() {
     if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
 }
@@ -48,32 +46,29 @@ static inline void meet(Meeting &m, int size) {
         while (m.round == round) pause();
 }
 static inline void meet_warp() { meet(warps[current / 32], 32); }
-static void enter_body() {
+static void enter() {
     body();
     fibers[current].is_done = true;
     pause();
 }
-static void start(Fiber &f) {
-    enum { STACK = 1 << 16 };
-    if (!f.stack) f.stack.reset(new char[STACK]);
-    f.is_started = f.is_done = false;
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = STACK;
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, enter_body, 0);
-}
-static void run(int grid, int threads, int shared_size, int together, std::function<void()> kernel) {
+static void run(int grid, int threads, int shared_size, std::function<void()> kernel) {
     body = kernel, num_threads = threads, num_blocks = grid;
-    for (first_block = 0; first_block < grid; first_block += together) {
-        const int live = std::min(together, grid - first_block), count = live * threads;
-        if ((int)fibers.size() < count) fibers.resize(count);
-        lanes.resize(count), warps.assign(count / 32, {}), blocks.assign(live, {});
+    fibers.resize(threads), lanes.resize(threads), warps.assign(threads / 32, {});
+    for (block_index = 0; block_index < grid; block_index++) {
         // Poisoned, so that reading what nobody wrote shows: bf16 NaNs.
-        shared.assign(live, std::vector<u8>(shared_size + 64, 0xff));
-        for (int i = 0; i < count; i++) start(fibers[i]);
+        shared.assign(shared_size + 64, 0xff);
+        block = {};
+        for (auto &m : warps) m = {};
+        for (auto &f : fibers) {
+            f.stack.resize(1 << 16), f.is_started = f.is_done = false;
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+            f.context.uc_link = nullptr;
+            makecontext(&f.context, enter, 0);
+        }
         for (bool busy = true; busy;) {
             busy = false;
-            for (current = 0; current < count; current++) {
+            for (current = 0; current < threads; current++) {
                 Fiber &f = fibers[current];
                 if (f.is_done) continue;
                 busy = true;
@@ -100,23 +95,20 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 }  // namespace emulator
 
 #define DEVICE static inline
-#define METHOD
-#define NOT_INLINED static
-#define KERNEL(THREADS, BLOCKS) static void
-#define EXTERN_SHARED(T, NAME) T *NAME = (T *)(((uintptr_t)emulator::shared[emulator::local_block()].data() + 15) / 16 * 16)
+#define KERNEL(THREADS, BLOCKS) extern "C" void
+#define EXTERN_SHARED(T, NAME) T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16)
 #define EMULATE(NAME)                                                                           \
-    extern "C" void emulate(int grid, int threads, int shared_size, int together, void **args) { \
-        emulator::run(grid, threads, shared_size, together, [&] { emulator::call(NAME, args); });  \
+    extern "C" void emulate(int grid, int threads, int shared_size, void **args) {              \
+        emulator::run(grid, threads, shared_size, [&] { emulator::call(NAME, args); });         \
     }
-#define threadIdx (emulator::Dim{emulator::thread_index()})
-#define blockIdx (emulator::Dim{emulator::first_block + emulator::local_block()})
+#define threadIdx (emulator::Dim{emulator::current})
+#define blockIdx (emulator::Dim{emulator::block_index})
 #define blockDim (emulator::Dim{emulator::num_threads})
 #define gridDim (emulator::Dim{emulator::num_blocks})
 
-static inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::local_block()], emulator::num_threads); }
+static inline void __syncthreads() { emulator::meet(emulator::block, emulator::num_threads); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
-static inline u64 clock64() { return 0; }
 static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
@@ -129,19 +121,8 @@ static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
     if (wanted) memcpy(to, from, 16);
 }
-DEVICE void stream_item(u16 *to, const u16 *from) { memcpy(to, from, 16); }
 DEVICE void end_stream_group() {}
 template <int PENDING> DEVICE void wait_for_stream() {}
-DEVICE uint4 load_mail(const u32 *p) { return *(const uint4 *)p; }
-DEVICE u32 load_mail1(const u32 *p) { return *p; }
-DEVICE void store_mail1(u32 *p, u32 v) { *p = v; }
-DEVICE void store_mail(u32 *p, uint4 v) { *(uint4 *)p = v; }
-DEVICE uint4 load_mail_pairs(const u32 *p) { return *(const uint4 *)p; }
-DEVICE void store_mail_pairs(u32 *p, uint4 v) { *(uint4 *)p = v; }
-DEVICE u32 high_halves(u32 a, u32 b) { return (a >> 16) | (b & 0xffff0000u); }
-DEVICE void relax() { emulator::pause(); }
-DEVICE int exchange_int(int *p, int v) { return std::exchange(*p, v); }
-template <class T> static inline void forget(T &) {}
 DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
@@ -200,16 +181,7 @@ DEVICE int min_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
-DEVICE int bits_set(u32 v) { return __builtin_popcount(v); }
-DEVICE int load_shared(const int *p) { return *p; }
-DEVICE void add_shared(int *p, int v) { *p += v; }
 DEVICE float quotient(float a, float b) { return a / b; }
 #define __expf expf
-DEVICE u32 lanes_where(bool v) {
-    u32 all = 0;
-    for (int i = 0; i < 32; i++) all |= (u32)emulator::gathered(&emulator::Lane::i, (int)v, i) << i;
-    return all;
-}
-DEVICE int first_bit(u32 v) { return __builtin_ctz(v); }
 DEVICE void wait_for_inputs() {}
 DEVICE void let_next_start() {}

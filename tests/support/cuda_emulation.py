@@ -27,17 +27,8 @@ def _library(source):
 
 
 def emulate(source, grid, threads, shared_bytes, arguments, settings):
-    """Stand in for ``kernels.cuda.launching.launch_kernel``: blocks run one after another."""
-    _run(source, grid, threads, shared_bytes, 1, arguments)
-
-
-def emulate_together(source, grid, threads, shared_bytes, arguments):
-    """Stand in for ``kernels.cuda.launching.launch_together``: all blocks run at once."""
-    _run(source, grid, threads, shared_bytes, grid, arguments)
-
-
-def _run(source, grid, threads, shared_bytes, together, arguments):
+    """Stand in for ``kernels.cuda.launching.launch_kernel``."""
     assert all(not isinstance(a, torch.Tensor) or a.device.type == "cpu" for a in arguments)
     pointers, values = driver.packed(arguments)
-    _library(source).emulate(grid, threads, shared_bytes, together, pointers)
+    _library(source).emulate(grid, threads, shared_bytes, pointers)
     del values

@@ -61,8 +61,8 @@ def toy_drafter(kind: str = "dflash", **heads: Any) -> DFlashDrafter:
     """Return a random drafter of one sliding layer with a block of 8.
 
     Args:
-        kind: ``dflash``, ``dspark``, ``fp8`` (DSpark, quantised) or ``shifted``: a DSpark drafter whose blocks
-            are bidirectional, too.
+        kind: ``dflash``, ``dspark``, ``fp8`` (DSpark, quantised) or ``shifted``: a DSpark drafter whose
+            blocks are bidirectional, too.
         heads: Changes to ``dspark_config``.
     """
     spark = {"markov_rank": 8, "greedy_biases": [0.5], "sampled_temperatures": [0.5, 2.0], **heads}

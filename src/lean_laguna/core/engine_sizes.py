@@ -9,6 +9,6 @@ GPU_STEPS_AHEAD = 2
 MAX_ROWS = 16
 """Rows of a decode step on a GPU."""
 SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
-"""Keys of one of the first so many parts of a decode row's attention; a later part has several times as many."""
+"""Keys of one of the first so many parts of a row's attention; later parts have several times as many."""
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 """Keys that a prompt's attention lays in order before it starts, and rows beyond them for whole blocks."""

@@ -120,9 +120,6 @@ class GpuEngine(LLMEngine):
     @property
     def kernels(self) -> str:
         """What computes its steps, in words."""
-        at_once = " and ".join(sorted(self._programs.in_one_launch, reverse=True))
-        if at_once:
-            return f"CUDA C++ ({at_once} in one launch each) and Triton"
         return "CUDA C++ and Triton" if self._programs.uses_cuda else "Triton"
 
     @property
@@ -235,7 +232,6 @@ class GpuEngine(LLMEngine):
         """Read everything under way and let the lanes go."""
         while self._rounds:
             self._read_round(deltas)
-        self._programs.check()
         for lane in self._running:
             self._lanes.drop(lane)
         self._running = []

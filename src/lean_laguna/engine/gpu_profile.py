@@ -16,15 +16,12 @@ CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("head", ("head_kernel", "best_kernel", "walk_kernel")),
     ("dense products", ("project", "gate_up", "gemm", "gemv", "cutlass")),
 )
-WHOLE, WHOLE_KERNEL = "all layers in one launch", "step"
 OTHER = "other"
 _PROBE_BYTES, _PROBE_READS = 1 << 30, 8
 
 
 def class_of(kernel: str) -> str:
     """Return the class of a kernel by its name."""
-    if kernel == WHOLE_KERNEL:
-        return WHOLE
     return next((name for name, words in CLASSES if any(word in kernel for word in words)), OTHER)
 
 
@@ -52,8 +49,6 @@ def step_bytes(programs: StepPrograms, context_len: int) -> dict[str, int]:
         found["dense products"] += 0 if mlp.shared_gate_up is None else mlp.shared_gate_up.nbytes
         found["experts gate/up"] += int(mlp.gate_up.nbytes * share)
         found["experts down"] += int(mlp.down.nbytes * share) + mlp.shared_down.nbytes
-    if "target" in programs.in_one_launch:
-        found = dict.fromkeys(found, 0) | {WHOLE: sum(found.values())}
     found["head"] += programs.target.head.nbytes
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -30,12 +29,10 @@ from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.kernels.triton.walk import Walk
-from lean_laguna.kernels.triton.weights import DrafterWeights, LayerWeights
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
 from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
 
 if TYPE_CHECKING:
-    from lean_laguna.engine.gpu_whole_steps import WholeSteps
     from lean_laguna.kernels.cuda.layers import CudaLayers
 
 NARROW = 8
@@ -78,7 +75,7 @@ class StepPrograms:
             pools: Keys and values of the groups of both.
             max_model_len: Longest prompt plus output, tokens.
             thresholds: [n][MAX_ROWS] of synthetic acceptance, or None.
-            use_cuda: Run what fits them on the CUDA C++ kernels: whole steps, or else parts of layers.
+            use_cuda: Run the parts of layers that fit them on the CUDA C++ kernels.
         """
         self.pools = pools
         self.target = target_weights(target, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
@@ -109,10 +106,11 @@ class StepPrograms:
         self._walk = Walk.allocate(spark.bias.shape[0], self.device) if spark is not None else None
         self.prices = torch.zeros(2, MAX_ROWS + 1, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
-        self._whole: WholeSteps | None = None
         self._cuda_layers: CudaLayers | None = None
         if use_cuda:
-            self._use_cuda(layers)
+            from lean_laguna.kernels.cuda.layers import CudaLayers
+
+            self._cuda_layers = CudaLayers(layers, self.device, self.scratch.partial)
         self._run_layer: LayerRunner = self._cuda_layers or run_layer
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -122,55 +120,10 @@ class StepPrograms:
         self._pool = pool
         self._keeps_logits = False
 
-    def _use_cuda(self, layers: Sequence[LayerWeights]) -> None:
-        """Take whole steps for the models that fit them, and kernels layer by layer for the others."""
-        from lean_laguna.engine.gpu_whole_steps import Pass, WholeSteps
-
-        target, drafter = self.target, self.drafter
-        tables = self.caches.tables
-        passes = {
-            "target": Pass(target.layers, target.norm, self.caches.layers, tables, self.rows, target.eps)
-        }
-        if drafter is not None:
-            caches = list(zip(*self.pools.group(self.draft_group), strict=True))
-            tables = (self.tables[self.draft_group],) * len(drafter.layers)
-            rows = self._draft_rows(drafter)
-            passes["drafter"] = Pass(drafter.layers, drafter.norm, caches, tables, rows, drafter.eps)
-        self._whole = WholeSteps(passes, target.embed, self._inputs.input_ids, self.scratch.normed)
-        if len(self._whole.names) < len(passes):
-            from lean_laguna.kernels.cuda.layers import CudaLayers
-
-            self._cuda_layers = CudaLayers(layers, self.device, self.scratch.partial)
-
-    def _draft_rows(self, drafter: DrafterWeights) -> Rows:
-        """Return the rows of a drafter's block, which ``DraftStep.propose`` lays out."""
-        spark, is_causal = drafter.spark, drafter.layers[0].attention.shape.causal
-        if spark is None or not spark.is_shifted or is_causal or self._features is None:
-            return self.rows
-        return replace(self.rows, row_count=self._features.row_count)
-
     @property
     def uses_cuda(self) -> bool:
         """Whether steps run on the CUDA C++ kernels where they fit, and on Triton's elsewhere."""
-        return self._whole is not None or self._cuda_layers is not None
-
-    @property
-    def in_one_launch(self) -> frozenset[str]:
-        """Which of ``target`` and ``drafter`` run all their layers in one launch."""
-        return self._whole.names if self._whole is not None else frozenset()
-
-    def check(self) -> None:
-        """Wait for the device and make sure that its steps came to their ends.
-
-        Raises:
-            RuntimeError: One did not.
-        """
-        if self._whole is not None:
-            self._whole.check()
-
-    @cached_property
-    def _taps_of(self) -> dict[int, Tensor]:
-        return {layer: self._taps[:, at] for at, layer in enumerate(self.tap_layers)}
+        return self._cuda_layers is not None
 
     def keep_logits(self) -> None:
         """Have ``verify`` and ``decode`` write ``logits`` too, for whoever checks them."""
@@ -237,7 +190,7 @@ class StepPrograms:
                 print(
                     f"lean-laguna: Triton kernels alone: CUDA C++ does not compile: {error}", file=sys.stderr
                 )
-                self._whole, self._cuda_layers, self._run_layer = None, None, run_layer
+                self._cuda_layers, self._run_layer = None, run_layer
         compile_ahead(bodies)
 
     @cached_property
@@ -290,7 +243,6 @@ class StepPrograms:
         return Requests(**{name: self.state.fields[name] for name in names}, thresholds=self._thresholds)
 
     def _target_step(self, cols: int, *, taps: bool, logits: bool = False) -> TargetStep:
-        whole = self._whole
         return TargetStep(
             self.target,
             self.caches,
@@ -303,7 +255,6 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
-            whole=whole.launch("target", cols, (self._taps_of or None) if taps else None) if whole else None,
         )
 
     def _draft_step(self, cols: int, *, filters: bool = False) -> DraftStep:
@@ -325,7 +276,6 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
-            whole=self._whole.launch("drafter", cols) if self._whole is not None else None,
         )
 
     def _accept(self, cols: int) -> None:

@@ -21,7 +21,6 @@ from support.gpu import toy_engine, toy_target
         ("combine_kernel", "attention"),
         ("_head_kernel", "head"),
         ("_accept_kernel", "other"),
-        ("step", "all layers in one launch"),
     ],
 )
 def test_kernels_have_a_class(kernel, name):
@@ -42,13 +41,3 @@ def test_bytes_of_a_step_are_counted_from_the_weights():
     # 30 keys of the full layer, a window of the sliding one.
     assert found["attention"] == 2 * (30 + config.sliding_window) * config.head_dim * 4
     assert torch.tensor(list(found.values())).sum() < sum(p.nbytes for p in target.parameters())
-
-
-def test_bytes_of_layers_in_one_launch_are_theirs(monkeypatch):
-    programs = toy_engine().programs
-    apart = step_bytes(programs, context_len=30)
-    monkeypatch.setattr(type(programs), "in_one_launch", frozenset({"target"}))
-    together = step_bytes(programs, context_len=30)
-    assert together["head"] == apart["head"]
-    assert together["all layers in one launch"] == sum(apart.values()) - apart["head"]
-    assert sum(together.values()) == sum(apart.values())

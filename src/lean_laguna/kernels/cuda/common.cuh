@@ -16,8 +16,6 @@ typedef unsigned long long u64;
 #include "emulator.h"
 #else
 #define DEVICE __device__ __forceinline__
-#define METHOD DEVICE
-#define NOT_INLINED __device__ __noinline__
 #define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
@@ -88,45 +86,7 @@ DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
 }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Copies without a group of their own, and the end of a group, even an empty one.
-DEVICE void stream_item(u16 *to, const u16 *from) {
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-}
 DEVICE void end_stream_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Words that other blocks write meanwhile: each arrives whole, pairs of a value and its tag too.
-DEVICE uint4 load_mail(const u32 *p) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
-DEVICE u32 load_mail1(const u32 *p) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE void store_mail1(u32 *p, u32 v) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-DEVICE void store_mail(u32 *p, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
-                 ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-DEVICE uint4 load_mail_pairs(const u32 *p) {
-    u64 a, b;
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
-    return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
-}
-DEVICE void store_mail_pairs(u32 *p, uint4 v) {
-    u64 a = ((u64)v.y << 32) | v.x, b = ((u64)v.w << 32) | v.z;
-    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(a), "l"(b) : "memory");
-}
-DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
-DEVICE void relax() {}
-// Make the compiler forget what it knows of a value, so that nothing worked out from it is kept in registers.
-DEVICE void forget(int &v) { asm volatile("" : "+r"(v)); }
-DEVICE void forget(u32 *&v) { asm volatile("" : "+l"(v)); }
-DEVICE int exchange_int(int *p, int v) { return atomicExch(p, v); }
 DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 DEVICE u16 to_bf16(float x) {
     u16 v;
@@ -134,19 +94,8 @@ DEVICE u16 to_bf16(float x) {
     return v;
 }
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
-DEVICE int bits_set(u32 v) { return __popc(v); }
 // Counters in shared memory. A warp's accesses to shared memory happen in their order, so whoever sees the sum sees
 // what the adding warp wrote before.
-DEVICE int load_shared(const int *p) {
-    int v;
-    asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(v) : "r"((u32)__cvta_generic_to_shared(p)) : "memory");
-    return v;
-}
-DEVICE void add_shared(int *p, int v) {
-    asm volatile("red.relaxed.cta.shared.add.s32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(p)), "r"(v) : "memory");
-}
-DEVICE u32 lanes_where(bool v) { return __ballot_sync(0xffffffffu, v); }
-DEVICE int first_bit(u32 v) { return __ffs(v) - 1; }
 DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
 DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }

@@ -17,18 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = (
-    "common.cuh",
-    "packed.cuh",
-    "routing.cuh",
-    "mail.cuh",
-    "tape.cuh",
-    "step_types.cuh",
-    "step_attention.cuh",
-    "step_products.cuh",
-    "step_experts.cuh",
-    "step_rows.cuh",
-)
+HEADERS = ("common.cuh", "packed.cuh", "routing.cuh")
 
 
 class CompilationError(RuntimeError):

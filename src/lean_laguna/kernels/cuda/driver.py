@@ -16,7 +16,6 @@ from lean_laguna.kernels.cuda.compiler import Source, compiled
 Argument = Tensor | int | float | None
 """Of a kernel: a tensor's address, a 32-bit integer or float, or a null pointer."""
 
-_TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
@@ -63,14 +62,6 @@ def architecture(device_index: int) -> str:
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors share the work; a few where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory a block can have; a Hopper's where there is no GPU."""
-    if device.type != "cuda":
-        return 232448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @functools.cache
@@ -131,8 +122,7 @@ def launch(
     shared_bytes: int,
     arguments: tuple[Argument, ...],
     *,
-    early: bool = False,
-    together: bool = False,
+    early: bool,
 ) -> None:
     """Launch a kernel on the current stream.
 
@@ -143,7 +133,6 @@ def launch(
         shared_bytes: Of a block.
         arguments: In the kernel's order.
         early: It may start before the kernel ahead of it has ended; it waits inside for what it reads.
-        together: All blocks run at once, since they wait for each other.
 
     Raises:
         RuntimeError: If the driver refuses; errors of the kernel itself come later, as CUDA's do.
@@ -153,7 +142,7 @@ def launch(
         return
     device = torch.cuda.current_device()
     function = _function(source, device, shared_bytes)
-    attribute = _Attribute(_TOGETHER if together else _EARLY_LAUNCH, b"", 1, b"")
+    attribute = _Attribute(_EARLY_LAUNCH, b"", 1, b"")
     configuration = _Configuration(
         grid,
         1,
@@ -164,7 +153,7 @@ def launch(
         shared_bytes,
         torch.cuda.current_stream(device).cuda_stream,
         ctypes.pointer(attribute),
-        int(early or together),
+        int(early),
     )
     pointers, _values = packed(arguments)
     _check(_cuda().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None), source.name)

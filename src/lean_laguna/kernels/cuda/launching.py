@@ -17,10 +17,3 @@ def launch_kernel(
 ) -> None:
     """Launch a kernel; see ``driver.launch``."""
     launch(source, grid, threads, shared_bytes, arguments, early=settings.pdl)
-
-
-def launch_together(
-    source: Source, grid: int, threads: int, shared_bytes: int, arguments: tuple[Argument, ...]
-) -> None:
-    """Launch a kernel whose blocks wait for each other: all of them run at once."""
-    launch(source, grid, threads, shared_bytes, arguments, together=True)

@@ -5,7 +5,6 @@ The block's keys are written to the cache at their positions, where the next ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,7 +43,6 @@ class DraftStep:
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
-        whole: Runs embedding, all layers and the final norm in one launch, or None.
     """
 
     weights: DrafterWeights
@@ -62,7 +60,6 @@ class DraftStep:
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
-    whole: Callable[[], None] | None = None
 
     def append_context(self, taps: Tensor) -> None:
         """Write context keys and values of the rows just verified; rejected ones are overwritten later.
@@ -104,14 +101,11 @@ class DraftStep:
         """Fill every row of ``inputs.input_ids`` but each request's first with a draft token."""
         weights, inputs, scratch, launch = self.weights, self._block(), self.scratch, self.launch
         rows = inputs.rows
-        if self.whole is not None and inputs is self.inputs:
-            self.whole()
-        else:
-            embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)
-            for i, layer in enumerate(weights.layers):
-                cache = (self.cache[0][i], self.cache[1][i])
-                self.layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
-            rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
+        embed(inputs.input_ids, self.embed, scratch.hidden, rows.num_rows, launch)
+        for i, layer in enumerate(weights.layers):
+            cache = (self.cache[0][i], self.cache[1][i])
+            self.layer(layer, cache, self.table, inputs, scratch, self.tiles, launch, eps=weights.eps)
+        rms_norm(scratch.hidden, weights.norm, scratch.normed, rows.num_rows, weights.eps, launch)
         if weights.spark is not None:
             self._walk()
             return

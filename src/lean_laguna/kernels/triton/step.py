@@ -272,7 +272,6 @@ class TargetStep:
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
-        whole: Runs embedding, all layers and the final norm in one launch, or None.
     """
 
     weights: TargetWeights
@@ -286,7 +285,6 @@ class TargetStep:
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
-    whole: Callable[[], None] | None = None
 
     def run(self) -> None:
         """Launch the step: input ids to sampled tokens, K/V appended, taps written."""
@@ -295,9 +293,6 @@ class TargetStep:
 
     def fill(self) -> None:
         """Launch all but the head: input ids to ``scratch.normed``, K/V appended, taps written."""
-        if self.whole is not None:
-            self.whole()
-            return
         weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
         rows = inputs.rows
         embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch)

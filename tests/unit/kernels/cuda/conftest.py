@@ -13,12 +13,11 @@ if not HAS_GPU and shutil.which("g++") is None:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     if not HAS_GPU:
-        from lean_laguna.kernels.cuda import attention, products, step
-        from support.cuda_emulation import emulate, emulate_together
+        from lean_laguna.kernels.cuda import attention, products
+        from support.cuda_emulation import emulate
 
         for module in (attention, products):
             monkeypatch.setattr(module, "launch_kernel", emulate)
-        monkeypatch.setattr(step, "launch_together", emulate_together)
 
 
 @pytest.fixture(scope="session")
