@@ -189,7 +189,7 @@ class OnAndOff:
     lengths = itertools.cycle([7, 0, 7, *[0] * 5, 3, *[0] * 20, 7])
     schedule = None
 
-    def choose(self, batch, context_len):
+    def choose(self, batch, context_len, *, may_schedule):
         return next(self.lengths)
 
     def observe(self, *args, **kwargs):

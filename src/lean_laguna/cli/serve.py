@@ -43,12 +43,13 @@ limits: --max-model-len N  --max-num-seqs 16  --max-num-batched-tokens 256  --ma
   --max-request-bytes N  --kv-cache-memory-bytes N  --block-size 16  --shutdown-timeout 30
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --attention-factor X
   --kernels auto|torch|triton|cuda  --load-format auto|dummy  --shape laguna-xs  --seed N
-  --kv-cache-dtype auto|fp8  (half the cache)
+  --scheme nvfp4 (of dummy weights)  --kv-cache-dtype auto|fp8 (half the cache)
   --enable-prefix-caching | --no-enable-prefix-caching        log: --log-level warning  --access-log
 taken where it says what is so: --trust-remote-code --enforce-eager --enable-auto-tool-choice
   --disable-log-requests --disable-log-stats --enable-chunked-prefill --enable-prompt-tokens-details
-  --tensor-parallel-size --pipeline-parallel-size --data-parallel-size
-  --moe-backend --generation-config --gpu-memory-utilization; llama.cpp's and SGLang's names, too
+  --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --moe-backend --spec-type
+  --generation-config --gpu-memory-utilization --mem-fraction-static --speculative-algorithm
+  --reasoning-format --reasoning-budget
 
 example: lean-laguna serve nano --port 8000
 """

@@ -180,7 +180,7 @@ class EngineConfig:
             takes 256, and 2048 with the Triton kernels.
         kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
         kv_cache_dtype: ``auto``: keys and values are kept in ``dtype``; ``fp8``: the target's as e4m3, with
-            the checkpoint's ``k_scale`` and ``v_scale`` or 1. Half the memory or less; the output is no longer
+            the checkpoint's ``k_scale`` and ``v_scale`` or 1. Half the memory or less; the output is no more
             that of an unquantised cache, but still the same with a drafter and without.
         kv_cache_memory_bytes: Memory for all KV pages; None sizes it for ``max_num_seqs`` full-length
             requests, at most a quarter of the memory that is free, three quarters on a GPU.

@@ -9,7 +9,7 @@ from lean_laguna.core.errors import CheckpointError, ConfigError, RequestError
 def parsed(*words):
     args = build_parser().parse_strictly(words)
     args.model = args.model or args.model_flag or "nano"
-    args.synthetic = {}
+    args.synthetic, args.drafter_options = {}, {}
     return args
 
 
