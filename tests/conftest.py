@@ -20,6 +20,16 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``gpu`` where there is none, whichever tests were asked for."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 @pytest.fixture(scope="session")
 def tiny_config() -> LagunaConfig:
     """Every feature: F S S F, window 8, 4 and 6 heads, 8 experts top-2 plus shared, YaRN."""

@@ -15,7 +15,6 @@ from lean_laguna.engine.llm import LLM
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("default"),
 ]
 

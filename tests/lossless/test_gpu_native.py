@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-import torch
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     # Libraries of the machine at hand warn about themselves; the suite's own warnings are caught elsewhere.
     pytest.mark.filterwarnings("default"),
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-import torch
 
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
@@ -18,7 +17,6 @@ from lean_laguna.engine.llm import LLM
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     # Libraries of the machine at hand warn about themselves; the suite's own warnings are caught elsewhere.
     pytest.mark.filterwarnings("default"),
 ]

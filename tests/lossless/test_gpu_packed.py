@@ -14,7 +14,7 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.gpu_engine import GpuEngine
 from lean_laguna.models.checkpoint import load_laguna
 from support.engines import run_all
-from support.gpu import VOCAB, toy_config, toy_tokenizer
+from support.gpu import LAYERS, toy_config, toy_tokenizer
 from support.quantised import convert, write_target
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
@@ -72,16 +72,10 @@ def toy_16(tmp_path):
     """A toy target in a folder, wide enough for groups of 16."""
     return write_target(
         tmp_path / "source",
-        vocab_size=VOCAB,
+        **LAYERS,
         hidden_size=32,
-        num_hidden_layers=2,
         num_attention_heads_per_layer=[2, 4],
         num_key_value_heads=2,
-        layer_types=["full_attention", "sliding_attention"],
-        intermediate_size=16,
-        mlp_layer_types=["dense", "sparse"],
-        num_experts=4,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
-        sliding_window=8,
     )

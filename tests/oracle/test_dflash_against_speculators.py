@@ -48,9 +48,6 @@ def training_data_packages_stubbed():
             del sys.modules[name]
 
 
-# Not importorskip: importing it needs the stubs. `make test` installs the package and skips nothing.
-if importlib.util.find_spec("speculators") is None:
-    pytest.skip("needs the package speculators", allow_module_level=True)
 with training_data_packages_stubbed(), warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where inductor is imported first
     import speculators

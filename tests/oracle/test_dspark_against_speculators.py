@@ -1,7 +1,6 @@
 """DSpark of the speculators package and ours: logits and losses of the same blocks, from either's files."""
 
 import dataclasses
-import importlib.util
 import warnings
 
 import pytest
@@ -24,9 +23,6 @@ from support.drafters import DSPARK, HIDDEN, VOCAB, random_drafter, random_rows,
 
 pytestmark = pytest.mark.oracle
 
-# Not importorskip: importing it needs the stubs. `make test` installs the package and skips nothing.
-if importlib.util.find_spec("speculators") is None:
-    pytest.skip("needs the package speculators", allow_module_level=True)
 with training_data_packages_stubbed(), warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from speculators.losses import eager, resolve_loss_config

@@ -23,6 +23,16 @@ from support.targets import laguna_json
 from support.tokenizers import byte_level_json
 
 VOCAB, EOS, WINDOW, MAX_LEN = 288, 2, 8, 64
+LAYERS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "intermediate_size": 16,
+    "num_experts": 4,
+    "sliding_window": WINDOW,
+}
+"""Of a toy target: a full dense layer and a sliding sparse one."""
 
 
 @functools.cache
@@ -36,18 +46,12 @@ def toy_target() -> LagunaForCausalLM:
     """Return a full dense and a sliding sparse layer, random; never changed by tests."""
     config = LagunaConfig.from_dict(
         laguna_json(
-            vocab_size=VOCAB,
+            **LAYERS,
             hidden_size=16,
-            num_hidden_layers=2,
             num_attention_heads_per_layer=[1, 2],
             num_key_value_heads=1,
-            layer_types=["full_attention", "sliding_attention"],
-            intermediate_size=16,
-            mlp_layer_types=["dense", "sparse"],
-            num_experts=4,
             moe_intermediate_size=8,
             shared_expert_intermediate_size=8,
-            sliding_window=WINDOW,
         ),
         "toy",
     )

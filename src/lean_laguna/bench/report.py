@@ -239,8 +239,10 @@ def _acceptance_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _acceptance_table(rates: Sequence[float], *, is_mixed: bool) -> Group:
     title = "accepted by draft position" + (", drafts of several lengths together" if is_mixed else "")
+    # Of a length that was only tried, the last positions say nothing.
+    shown = max((i for i, rate in enumerate(rates, start=1) if rate), default=0) if is_mixed else len(rates)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for position, rate in enumerate(rates, start=1):
+    for position, rate in enumerate(rates[:shown], start=1):
         table.add_row(f"{position:>3}", Text(text_bar(rate, BAR_WIDTH), style="green"), f"{rate:.2f}")
     return Group(Text(title), table)
 

@@ -52,7 +52,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     "scheme", [s for s in SCHEMES.values() if s.strategy != "tensor"], ids=lambda s: s.name
