@@ -27,7 +27,7 @@ from lean_laguna.engine.gpu_layout import chances_made, has_filters, split_rows,
 from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
-from lean_laguna.engine.gpu_weights import can_compile_cuda
+from lean_laguna.engine.gpu_weights import can_compile_cuda, drop_stack
 from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
 from lean_laguna.engine.llm_engine import LLMEngine, candidates_of
 from lean_laguna.engine.logprobs import prompt_logprobs
@@ -60,6 +60,9 @@ class GpuEngine(LLMEngine):
         assert proposer is None or isinstance(proposer, DFlashProposer), "why_not() comes first"
         weight = next(target.parameters())
         self._check_cache(weight)
+        is_gpu = weight.device.type == "cuda"
+        if is_gpu:
+            drop_stack(weight.device)
         pools, budget = kv_cache_for(
             groups, self.config, limits, self.max_model_len, weight.dtype, weight.device, PagedPools
         )
@@ -77,7 +80,6 @@ class GpuEngine(LLMEngine):
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
         self._host_steps = HostSteps(self._programs, self._lanes, self._noise)
-        is_gpu = weight.device.type == "cuda"
         self._prompts: Prompts = (
             ChunkPrompts(self._programs, used, limits.prefill_chunk_size)
             if is_gpu

@@ -18,7 +18,7 @@ from lean_laguna.engine.gpu_layout import has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
 from lean_laguna.engine.sequence import SequenceState
-from lean_laguna.kernels.triton.context import append_chunk_context
+from lean_laguna.kernels.triton.context import append_chunk_context, context_width
 from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep
 
 
@@ -62,11 +62,11 @@ class ChunkPrompts:
     def __init__(self, programs: StepPrograms, group_ids: Sequence[int], chunk_size: int):
         """Set buffers aside for chunks of up to ``chunk_size`` tokens."""
         self._programs, self._group_ids = programs, tuple(group_ids)
-        taps = None
+        taps, width = None, 0
         if programs.drafter is not None:
-            width = programs.target.norm.shape[0]
-            taps = programs.target.norm.new_zeros(chunk_size, len(programs.tap_layers), width)
-        scratch = PrefillScratch.allocate(programs.target, chunk_size)
+            D, width = programs.target.norm.shape[0], context_width(programs.drafter)
+            taps = programs.target.norm.new_zeros(chunk_size, len(programs.tap_layers), D)
+        scratch = PrefillScratch.allocate(programs.target, chunk_size, least_width=width)
         self._step = PrefillStep(
             programs.target, programs.caches, scratch, tap_layers=programs.tap_layers, taps=taps
         )
@@ -86,13 +86,15 @@ class ChunkPrompts:
         tables = tuple(self._table_of[id(table)] for table in programs.caches.tables)
         hidden = step.run(step.scratch.input_ids, first, len(token_ids), tables=tables, all_rows=wants_all)
         if programs.drafter is not None and step.taps is not None:
+            buffers = step.context_buffers(len(token_ids), context_width(programs.drafter))
             append_chunk_context(
                 programs.drafter,
                 programs.pools.group(programs.draft_group),
-                step.taps,
+                step.taps[: len(buffers[0])],
                 self._tables[programs.draft_group],
                 first,
                 len(token_ids),
+                buffers,
             )
         return hidden
 

@@ -5,6 +5,7 @@ Projections of one input are moved side by side once; the modules' parameters be
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,14 @@ def can_compile_cuda(weight: Tensor) -> bool:
     except CompilationError:
         return False
     return True
+
+
+def drop_stack(device: torch.device) -> None:
+    """Give back the stack that a context keeps for every thread; nothing where it is not CUDA's."""
+    from lean_laguna.kernels.cuda import driver
+
+    with contextlib.suppress(OSError, RuntimeError):
+        driver.stack_size(device, 0)
 
 
 def _is_power_of_two(n: int) -> bool:

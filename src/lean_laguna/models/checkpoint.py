@@ -90,7 +90,8 @@ def load_laguna(
     loader.check_names()
     model.to(dtype)
     packed = pack_parameters(loader.sources(), reader, device) if keep_packed else {}
-    materialise(model, device, leave=packed)
+    is_for_kernels = keep_packed and torch.device(device).type == "cuda"
+    materialise(model, device, packed, model.read_together() if is_for_kernels else None)
     model.packed_weights = packed
     if isinstance(reader, QuantisedReader):
         model.kv_scales = reader.kv_scales()

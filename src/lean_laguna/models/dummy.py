@@ -93,7 +93,8 @@ def dummy_target(
     model.to(dtype)
     generator = torch.Generator(device).manual_seed(seed)
     model.packed_weights = _random_weights(model, build(scheme), generator)
-    materialise(model, device, leave=model.packed_weights)
+    joint = model.read_together() if device.type == "cuda" else None
+    materialise(model, device, model.packed_weights, joint)
     model.reset_parameters(STD, generator)
     return model
 

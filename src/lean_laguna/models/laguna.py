@@ -22,7 +22,7 @@ from lean_laguna.kernels.kv_mirror import TilePlan
 from lean_laguna.models.dense_attention import Backend, make_attend, reset_positions
 from lean_laguna.models.forward_batch import ForwardBatch
 from lean_laguna.models.kv_cache import KVCache, KVGroup
-from lean_laguna.models.laguna_layers import DecoderLayer, LayerStep, RMSNorm
+from lean_laguna.models.laguna_layers import MLP, DecoderLayer, LayerStep, RMSNorm
 from lean_laguna.models.laguna_tile import TilePasses
 from lean_laguna.models.packing import pack_rows
 from lean_laguna.models.rope import RotaryEmbedding
@@ -118,6 +118,18 @@ class LagunaForCausalLM(nn.Module):
     def layers(self) -> list[DecoderLayer]:
         """The decoder layers, in order."""
         return cast("list[DecoderLayer]", list(self.model.layers))
+
+    def read_together(self) -> list[tuple[str, ...]]:
+        """Name the linears of one input, in the order in which the GPU kernels read them as one weight."""
+        found: list[tuple[str, ...]] = []
+        for i, layer in enumerate(self.layers):
+            attention, mlp, prefix = layer.self_attn, layer.mlp, f"model.layers.{i}."
+            kinds = "qkvg" if attention.gating != "off" else "qkv"
+            found.append(tuple(f"{prefix}self_attn.{kind}_proj.weight" for kind in kinds))
+            own = f"{prefix}mlp." if isinstance(mlp, MLP) else f"{prefix}mlp.shared_experts."
+            pair = (f"{own}gate_proj.weight", f"{own}up_proj.weight")
+            found.append(pair if isinstance(mlp, MLP) else (f"{prefix}mlp.gate.weight", *pair))
+        return found
 
     def kv_groups(self) -> tuple[KVGroup, KVGroup]:
         """KV groups of full-attention and of sliding layers, in this order; either may have no layers."""

@@ -16,6 +16,9 @@ from lean_laguna.quant.packed import PackedWeight, bank, stack_rows
 if TYPE_CHECKING:
     from lean_laguna.models.laguna import LagunaForCausalLM
 
+_ALIGNMENT = 512
+"""Bytes on which parameters start that share an allocation."""
+
 
 def pack_parameters(
     sources: Mapping[str, Sequence[tuple[str, Any]]], reader: CheckpointReader, device: torch.device | str
@@ -51,17 +54,55 @@ def pack_parameters(
     return packed
 
 
-def materialise(model: nn.Module, device: torch.device | str, leave: Container[str] = ()) -> None:
-    """Give every parameter and buffer on the ``meta`` device storage, but for those named in ``leave``."""
+def materialise(
+    model: nn.Module,
+    device: torch.device | str,
+    leave: Container[str] = (),
+    joint: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Give every parameter and buffer on the ``meta`` device storage, but for those named in ``leave``.
+
+    Args:
+        model: With parameters on the ``meta`` device.
+        device: Where they go.
+        leave: Names of those that stay there.
+        joint: Names of parameters that are to lie side by side, group by group; then all parameters but the
+            banks of experts share one allocation, so that nothing is ever moved and no piece is left unused.
+            None gives each its own.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    waiting = {name: parameter for name, parameter in named if parameter.is_meta and name not in leave}
+    places = {} if joint is None else _one_block(waiting, joint, device)
     made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if name in leave or not parameter.is_meta:
-            continue
+    for name, parameter in waiting.items():
         if id(parameter) not in made:  # tied weights stay one parameter
-            empty = torch.empty_like(parameter, device=device)
+            empty = places.get(id(parameter))
+            if empty is None:
+                empty = torch.empty_like(parameter, device=device)
             made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, made[id(parameter)])
+
+
+def _one_block(
+    waiting: Mapping[str, nn.Parameter], joint: Sequence[Sequence[str]], device: torch.device | str
+) -> dict[int, torch.Tensor]:
+    """Return places in one new allocation, by the parameter's id; groups lie without gaps."""
+    after = {name: group for group in joint for name in group if all(other in waiting for other in group)}
+    offsets: dict[int, tuple[int, nn.Parameter]] = {}
+    end = 0
+    for first, parameter in waiting.items():
+        if id(parameter) in offsets or parameter.dim() > 2:
+            continue
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for name in after.get(first, (first,)):
+            offsets[id(waiting[name])] = end, waiting[name]
+            end += waiting[name].nbytes
+    block = torch.empty(end, dtype=torch.uint8, device=device)
+    return {
+        key: block[at : at + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        for key, (at, parameter) in offsets.items()
+    }
 
 
 def unpack_parameters(model: LagunaForCausalLM) -> None:

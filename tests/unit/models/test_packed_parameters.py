@@ -9,7 +9,9 @@ import torch
 
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.models.checkpoint import load_laguna
-from lean_laguna.models.packed_parameters import unpack_parameters
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.packed_parameters import materialise, unpack_parameters
+from lean_laguna.models.packing import stack_rows
 from support.quantised import change_tensors, convert, convert_mixed, write_target
 
 
@@ -94,3 +96,33 @@ def test_bad_scales_are_refused_when_packed_too(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="must be above 0"):
         load_laguna(tmp_path / "made", keep_packed=True)
+
+
+@pytest.mark.parametrize("gating", ["per-head", "off"])
+def test_linears_of_one_input_can_lie_side_by_side_from_the_start(tmp_path: Path, gating: str) -> None:
+    plain = load_laguna(write_target(tmp_path / "source", gating=gating != "off"))
+    with torch.device("meta"):
+        model = LagunaForCausalLM(plain.config)
+    materialise(model, "cpu", joint=model.read_together())
+    model.load_state_dict(plain.state_dict())
+    storages = set()
+    for group in model.read_together():
+        whole = stack_rows([model.get_parameter(name) for name in group])
+        storages.add(whole.untyped_storage().data_ptr())
+        assert torch.equal(whole, torch.cat([plain.get_parameter(name) for name in group]))
+        assert whole.data_ptr() == model.get_parameter(group[0]).data_ptr()
+    assert len(storages) == 1
+    banks = {p.untyped_storage().data_ptr() for p in model.parameters() if p.dim() == 3}
+    assert not banks & storages
+    assert all(torch.equal(p, plain.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_a_group_of_which_one_stays_packed_is_laid_out_apart(tmp_path: Path) -> None:
+    plain = load_laguna(write_target(tmp_path / "source"))
+    with torch.device("meta"):
+        model = LagunaForCausalLM(plain.config)
+    group = model.read_together()[0]
+    materialise(model, "cpu", {group[1]}, model.read_together())
+    assert model.get_parameter(group[1]).is_meta
+    sizes = [parameter.shape for parameter in model.parameters() if not parameter.is_meta]
+    assert len(sizes) == len(list(plain.parameters())) - 1

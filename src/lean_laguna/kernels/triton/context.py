@@ -7,7 +7,6 @@ position).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +15,7 @@ from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import as_plain
 from lean_laguna.kernels.triton.heads import append_rows
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
+from lean_laguna.kernels.triton.prefill_rows import norm_rows
 from lean_laguna.kernels.triton.primitives import wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import DrafterWeights
@@ -183,6 +183,11 @@ def _append_chunk_kernel(
     )
 
 
+def context_width(weights: DrafterWeights) -> int:
+    """Return the values of keys and values that one context row has, in all layers of a drafter."""
+    return weights.context_kv.shape[0]
+
+
 def append_chunk_context(
     weights: DrafterWeights,
     cache: tuple[Tensor, Tensor],
@@ -190,6 +195,7 @@ def append_chunk_context(
     table: Tensor,
     first: int,
     num_tokens: int,
+    buffers: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write the context of a prefilled chunk: the same as ``append_context``, for many rows of one sequence.
 
@@ -198,18 +204,28 @@ def append_chunk_context(
     Args:
         weights: Of the drafter.
         cache: Keys and values, [L, num_blocks, kv_block_size, J, P] each; the tokens' slots are written.
-        taps: [C, m, D] features of the target, of which the first ``num_tokens`` count.
+        taps: [C, m, D] features of the target, of which the first ``num_tokens`` count; may be changed.
         table: [.] int32 block table of the sequence in the drafter's group.
         first: Position of the first token.
         num_tokens: Tokens.
+        buffers: [C, D], [C, D] and [C, ``context_width``]; contents mean nothing before and after.
     """
-    rows = taps if weights.aux_norms is None else _norm(taps, weights.aux_norms, weights.eps)
-    context = _norm(F.linear(rows.flatten(1), as_plain(weights.fc)), weights.hidden_norm, weights.eps)
+    context, normed, kv = buffers
+    n, eps, (C, m, D) = num_tokens, weights.eps, taps.shape
+    if weights.aux_norms is not None:
+        norm_rows(taps.view(C * m, D), weights.aux_norms, taps.view(C * m, D), n * m, eps)
+    torch.mm(taps.view(C, m * D), as_plain(weights.fc).t(), out=context)
+    norm_rows(context, weights.hidden_norm[None], context, n, eps)
     layer, (num_layers, _, kv_block_size, J, P) = weights.layers[0], cache[0].shape
-    parts = as_plain(weights.context_kv).chunk(num_layers)
-    norms = weights.context_norms
-    inputs = [context if norms is None else _norm(context, norms[i], weights.eps) for i in range(num_layers)]
-    kv = torch.cat([F.linear(own, part) for own, part in zip(inputs, parts, strict=True)], 1)
+    plain = as_plain(weights.context_kv)
+    if weights.context_norms is None:
+        torch.mm(context, plain.t(), out=kv)
+    else:
+        for own, part, out in zip(
+            weights.context_norms, plain.chunk(num_layers), kv.chunk(num_layers, 1), strict=True
+        ):
+            norm_rows(context, own[None], normed, n, eps)
+            torch.mm(normed, part.t(), out=out)
     _append_chunk_kernel[(cdiv(num_tokens, MAX_ROWS), num_layers, J)](
         kv,
         weights.k_norms,
@@ -229,8 +245,3 @@ def append_chunk_context(
         KV_BLOCK=kv_block_size,
         num_warps=4,
     )
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight

@@ -93,7 +93,7 @@ class PrefillScratch:
 
     @classmethod
     def allocate(
-        cls, weights: TargetWeights, rows: int, *, max_model_len: int | None = None
+        cls, weights: TargetWeights, rows: int, *, max_model_len: int | None = None, least_width: int = 0
     ) -> PrefillScratch:
         """Return buffers for chunks of up to ``rows`` tokens, a power of two or a multiple of MIN_ROWS.
 
@@ -101,6 +101,7 @@ class PrefillScratch:
             weights: Of the target.
             rows: C.
             max_model_len: Positions there can be; None takes what the rotary tables hold.
+            least_width: Values a row that ``work`` has room for, whatever the layers need.
         """
         device, dtype, D = weights.head.device, weights.head.dtype, weights.head.shape[1]
 
@@ -125,7 +126,7 @@ class PrefillScratch:
             hidden=empty(rows, D),
             normed=empty(rows, D),
             delta=empty(rows, D),
-            work=empty(rows * max(widths)),
+            work=empty(rows * max(*widths, least_width)),
             keys=(empty(*ordered), empty(*ordered)),
             sort=ExpertSort.allocate(
                 rows,
@@ -258,6 +259,18 @@ class PrefillStep:
             graph.replay()
         normed = self.scratch.normed
         return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
+
+    def context_buffers(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return buffers for the context of the chunk last run, [C, D], [C, D] and [C, width].
+
+        They are the chunk's own, but for what ``run`` has returned.
+
+        Args:
+            num_tokens: Tokens of the chunk; C is its padded shape.
+            width: At most the ``least_width`` that the scratch was allocated with.
+        """
+        scratch, rows = self.scratch, shape_rows(num_tokens, self.scratch.rows)
+        return scratch.delta[:rows], scratch.hidden[:rows], scratch.work[: rows * width].view(rows, width)
 
     def capture(self, tables: tuple[Tensor, ...]) -> None:
         """Capture the launches of a prompt's first chunk, one graph a padded shape; they take tens of ms.
