@@ -24,6 +24,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from gpu_step_trace import StepTrace
 
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
@@ -88,6 +89,7 @@ class Bench:
         self.args, self.begin = args, time.monotonic()
         self.found: dict[str, Any] = {"errors": {}, "kernels": args.kernels, **describe_run(None)}
         self.sets = {0.0: DEFAULT_SETS, 0.8: DEFAULT_SETS}
+        self.traces: dict[int, StepTrace] = {}
         if args.chances is not None:
             nano = json.loads(args.chances.read_text())["nano"]
             self.sets = {t: tuple(map(tuple, nano[f"T={t} chances"]["sets"])) for t in self.sets}
@@ -119,6 +121,7 @@ class Bench:
         }
         speculative = {"model": drafter, **options.pop("speculative", {})}
         engine: Any = LLM(model, speculative_config=speculative, **options).engine
+        self.traces[id(engine)] = StepTrace(engine)
         print(f"   {drafter}: ready after {time.monotonic() - start:.1f} s", flush=True)
         return engine
 
@@ -160,15 +163,22 @@ class Bench:
         rates: dict[str, list[float]] = {name: [] for name in modes}
         counts: dict[str, list[Any]] = {name: [] for name in modes}
         mismatches = dict.fromkeys(modes, 0)
-        for engine, k in modes.values():
-            for _ in range(4 if k is None else 1):
-                self.run(engine, k, prompts, temperature, new)
+        first: dict[str, list[float]] = {}
+        where: dict[str, Any] = {}
+        for name, (engine, k) in modes.items():
+            runs = range(4 if k is None else 1)
+            first[name] = [round(self.run(engine, k, prompts, temperature, new)[0], 1) for _ in runs]
+        for engine, _ in modes.values():
+            self.traces[id(engine)].take()
         for i in range(self.args.repeats):
             said = {}
             for name in list(modes)[:: 1 if i % 2 else -1]:
                 rate, said[name], own = self.run(*modes[name], prompts, temperature, new, 1 + i)
                 rates[name].append(rate)
                 counts[name] += own
+                trace = self.traces[id(modes[name][0])].take()
+                if i == self.args.repeats - 1:
+                    where[name] = trace
             for name, tokens in said.items():
                 mismatches[name] += sum(a != b for a, b in zip(tokens, said["off"], strict=True))
         found: dict[str, Any] = {}
@@ -184,6 +194,8 @@ class Bench:
                 "drafts_a_step": round(drafts / max(1, steps), 2),
                 "cut": sum(own.num_cut_draft_tokens for own in counts[name] if own),
                 "mismatches": mismatches[name],
+                "first": first[name],
+                "last_run": where.get(name),
             }
             print(f"   {temperature} x{len(prompts)} {name}: {found[name]}", flush=True)
         return found
@@ -265,7 +277,7 @@ class Bench:
         for temperature in (0.0, 0.8):
             watch = Watch(spark)
             for streams in (1,) if tiny else self.args.streams:
-                if self.left() < 0.6 * self.args.budget and not tiny:
+                if self.left() < 12 and not tiny:
                     break
                 ids = [spark.tokenizer.encode(texts[i % len(texts)])[: 8 + 3 * i] for i in range(streams)]
                 found = self.compare(modes, ids, temperature, 8 if tiny else 256)
