@@ -1,4 +1,4 @@
-"""Where the steps of a GPU engine go: widths, lengths, times by kind, gaps on the device, work on the host."""
+"""Where the steps of a GPU engine go: widths, lengths, times by kind, gaps on the device, host work."""
 
 from __future__ import annotations
 
