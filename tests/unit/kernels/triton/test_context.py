@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
+from tests.support.drafters import laguna_json, random_drafter, speculators_json, zlab_json
+
 from lean_laguna.engine.gpu_weights import drafter_weights
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width
-from tests.support.drafters import laguna_json, random_drafter, speculators_json, zlab_json
 
 PAGE, BLOCKS, FIRST, TOKENS, ROWS = 4, 16, 5, 21, 32
 
