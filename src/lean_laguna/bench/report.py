@@ -102,7 +102,7 @@ def sweep_report(result: Mapping[str, Any]) -> RenderableType:
         )
     label = f"{best} draft tokens" if best else "off: no draft length is faster than none"
     parts: list[RenderableType] = [table, Text.assemble("best: ", (label, "bold green"))]
-    parts += _difference_lines(result["parity"]["differences"])
+    parts += [*_difference_lines(result["parity"]["differences"]), *_warning_lines(result)]
     return Group(*parts)
 
 

@@ -14,7 +14,7 @@ from lean_laguna.backends.base import Backend
 from lean_laguna.bench.ab import speedup_of
 from lean_laguna.bench.parity import Comparer, Verdict, count_kinds
 from lean_laguna.bench.rounds import Plan, RoundProgress, run_rounds
-from lean_laguna.bench.statistics import Spread, side_metrics
+from lean_laguna.bench.statistics import Spread, find_busy_machine, side_metrics
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class SweepResult:
         return {
             "rows": [row.to_dict() for row in self.rows],
             "best_num_speculative_tokens": self.best.num_speculative_tokens,
+            "warnings": list(dict.fromkeys(w for row in self.rows for w in find_busy_machine(row.metrics))),
             "parity": {
                 "num_mismatches": self.num_mismatches,
                 "differences": [v.to_dict() for r in self.rows for v in r.verdicts if v.kind != "identical"],

@@ -49,11 +49,10 @@ class Parser(argparse.ArgumentParser):
                 flag = word.partition("=")[0]
                 close = nearest(flag, self.option_strings())
                 hint = close if close.startswith("; did") else ""
-                raise ConfigError(f"{self.prog}: unknown option '{flag}'{hint} (see: {self.prog} --help)")
+                raise ConfigError(f"unknown option '{flag}'{hint} (see: {self.prog} --help)")
         if rest:
             raise ConfigError(
-                f"{self.prog}: unexpected argument {rest[0]!r}; put text with spaces in quotes "
-                f"(see: {self.prog} --help)"
+                f"unexpected argument {rest[0]!r}; put text with spaces in quotes (see: {self.prog} --help)"
             )
         return args
 

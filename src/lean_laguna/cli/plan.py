@@ -23,8 +23,8 @@ streams that fit; vLLM's arithmetic beside ours. Exit status 1 where it does not
   --drafter NAME            a folder, a name, or a shape's name
   --card NAME               h200, h100, gb10, rtx-5090, rtx-pro-6000 ...
   --memory SIZE             or an amount: 24GiB, 96GB; else what is free on this machine
-  --context N               longest prompt plus output of a stream (32768, or the model's limit)
-  --streams N               requests at once, each of that length (1)
+  --context N, or --max-model-len N    longest prompt plus output (32768, or the model's limit)
+  --streams N, or --max-num-seqs N     requests at once, each of that length (1)
   --dtype TYPE              bfloat16 (usual) or float32, of unquantised weights, keys and values
   --kv-cache-dtype TYPE     auto (as --dtype) or fp8; --no-prefix-caching: no cached ends of prompts
   --prefill-chunk-size N    prompt rows per step (2048, on a CPU 256); --kv-block-size N (16)
@@ -43,8 +43,8 @@ def build_parser() -> Parser:
     parser.add_argument("checkpoint", nargs="?")
     for name in ("--shape", "--scheme", "--drafter", "--card", "--memory"):
         parser.add_argument(name)
-    parser.add_argument("--context", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--streams", type=whole(1, 1 << 20), default=1)  # type: ignore[arg-type]
+    parser.add_argument("--context", "--max-model-len", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--streams", "--max-num-seqs", type=whole(1, 1 << 20), default=1)  # type: ignore[arg-type]
     parser.add_argument("--dtype", type=one_of("bfloat16", "float32"))  # type: ignore[arg-type]
     parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")  # type: ignore[arg-type]
     parser.add_argument("--no-prefix-caching", action="store_true")

@@ -54,7 +54,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{path}': cannot be read: {error}") from None
+        raise DataError(f"'{path}': cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: list[Conversation] = []
     taken: set[str] = set()
     for number, line in enumerate(lines, 1):

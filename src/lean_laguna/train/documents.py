@@ -82,7 +82,9 @@ def read_documents(
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{path}': cannot be read: {error}") from None
+        raise DataError(f"'{path}': cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not any(line.strip() for line in lines):
+        raise DataError(f"'{path}' holds no document; write some with: lean-laguna train responses")
     found = []
     for number, line in enumerate(lines, 1):
         where = f"'{path}', line {number}"

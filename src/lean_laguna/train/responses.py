@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class ResponseOptions:
         temperature: 0 for greedy.
         top_p: Of the filter.
         top_k: Of the filter, 0 for none.
-        max_tokens: Longest answer.
+        max_tokens: Longest answer; where the context is shorter, what is left of it.
         seed: Of the run; each answer's own seed follows from it and is recorded.
         batch: Conversations asked at once.
     """
@@ -65,7 +65,8 @@ def write_responses(
         report: Receives a line a batch.
 
     Returns:
-        Counts of documents, and of those that were there before.
+        Counts of documents, of those that were there before, and of questions left out since the context has
+        no room for them.
 
     Raises:
         ConfigError: The file was begun with other options, prompts or another target.
@@ -78,23 +79,17 @@ def write_responses(
         "sampling": asdict(options),
     }
     done = _begun(out, meta)
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-    )
-    switches: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
     waiting = [(i, c) for i, c in enumerate(conversations) if c.id not in done]
+    num_left_out = 0
     with out.open("a", encoding="utf-8") as file:
         for start in range(0, len(waiting), options.batch):
-            asked = waiting[start : start + options.batch]
-            prompts_ids = [
-                llm.tokenizer.encode(llm.chat_template.render(c.question(), **switches)) for _, c in asked
-            ]
-            each = [replace(params, seed=options.seed * 1_000_003 + index) for index, _ in asked]
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts_ids], each)
-            for (_, conversation), ids, output in zip(asked, prompts_ids, outputs, strict=True):
+            batch = waiting[start : start + options.batch]
+            asked = [(c, *found) for i, c in batch if (found := _request(llm, c, i, options))]
+            num_left_out += len(batch) - len(asked)
+            outputs = llm.generate(
+                [{"prompt_token_ids": ids} for _, ids, _ in asked], [p for _, _, p in asked]
+            )
+            for (conversation, ids, _), output in zip(asked, outputs, strict=True):
                 answer = output.outputs[0]
                 document = {
                     "id": conversation.id,
@@ -107,14 +102,36 @@ def write_responses(
                 }
                 file.write(json.dumps(document) + "\n")
             file.flush()
-            report(f"{len(done) + start + len(asked):,} of {len(conversations):,} answered")
-    return {"documents": len(conversations), "resumed": len(done)}
+            report(f"{len(done) + start + len(batch) - num_left_out:,} of {len(conversations):,} answered")
+    if num_left_out:
+        limit = llm.engine.max_model_len
+        report(f"{num_left_out:,} left out: their questions do not fit the context of {limit:,} tokens")
+    return {"documents": len(conversations) - num_left_out, "resumed": len(done), "left_out": num_left_out}
+
+
+def _request(
+    llm: LLM, conversation: Conversation, index: int, options: ResponseOptions
+) -> tuple[list[int], SamplingParams] | None:
+    """Return a question's tokens and how it is answered; None where the context leaves no room."""
+    switches: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
+    ids = llm.tokenizer.encode(llm.chat_template.render(conversation.question(), **switches))
+    room = llm.engine.max_model_len - len(ids)
+    if room < 1:
+        return None
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=min(options.max_tokens, room),
+        seed=options.seed * 1_000_003 + index,
+    )
+    return ids, params
 
 
 def _begun(out: Path, meta: dict[str, Any]) -> set[str]:
     """Return the ids that the file holds already, after cutting off a line that a kill left half written."""
     beside = out.with_name(f"{out.name}.meta.json")
-    if not out.exists():
+    if not out.exists() or not out.stat().st_size:
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(beside, meta)
         return set()

@@ -37,3 +37,17 @@ def test_a_wrong_length_shows_in_its_row_alone():
     sides = {0: ScriptedBackend(lambda *_: IDS), 3: drafting(3, 2, 0.1), 5: drafting(5, 2, 0.1, ids=[1, 2])}
     rows = run_sweep(sides, PLAN).to_dict()["rows"]
     assert [row["parity"]["mismatch"] for row in rows] == [0, 0, 2]
+
+
+def test_a_busy_machine_is_told():
+    speeds = iter([0.1, 0.1, 0.2])
+
+    class Slowing(ScriptedBackend):
+        def generate(self, *args, **kwargs):
+            self.step_s = next(speeds, 0.1)
+            return super().generate(*args, **kwargs)
+
+    quiet = run_sweep({0: ScriptedBackend(lambda *_: IDS), 3: drafting(3, 3, 0.15)}, PLAN)
+    assert quiet.to_dict()["warnings"] == []
+    result = run_sweep({0: Slowing(lambda *_: IDS), 3: drafting(3, 3, 0.15)}, PLAN)
+    assert "the machine was busy" in result.to_dict()["warnings"][0]

@@ -73,7 +73,7 @@ def test_answers_are_the_engines_tokens_and_a_killed_run_goes_on_to_the_same_fil
     meta = (folder / "answers.jsonl.meta.json").read_text()
     (tmp_path / "answers.jsonl.meta.json").write_text(meta)
     counts = answer(folder, out)
-    assert counts == {"documents": 12, "resumed": 5}
+    assert counts == {"documents": 12, "resumed": 5, "left_out": 0}
     assert out.read_text() == whole
     assert json.loads(meta)["sampling"] == dataclasses.asdict(OPTIONS)
     with pytest.raises(ConfigError, match="begun with another sampling"):
@@ -165,3 +165,34 @@ def test_given_answers_are_masked_by_the_template(folder, tmp_path):
     assert len(documents) == 4
     assert 0 < sum(documents[0]["loss_mask"]) < len(documents[0]["loss_mask"])
     assert "as given" in said[0]
+
+
+def test_an_answer_ends_with_the_context_and_a_question_that_fills_it_is_left_out(folder, tmp_path):
+    context = json.loads((folder / "target" / "config.json").read_text())["max_position_embeddings"]
+    rows = [{"id": "short", "prompt": "Do it"}, {"id": "long", "prompt": "Do it " * context}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said, out = [], tmp_path / "answers.jsonl"
+    options = dataclasses.replace(OPTIONS, max_tokens=10 * context)
+    counts = run_responses(
+        prompts, folder / "target", out, options,
+        device="cpu", drafter=None, is_given=False, report=said.append,
+    )  # fmt: skip
+    assert counts == {"documents": 1, "resumed": 0, "left_out": 1}
+    (document,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert document["id"] == "short"
+    assert len(document["input_ids"]) == context or document["finish_reason"] == "stop"
+    assert said == [
+        "1 of 2 answered",
+        f"1 left out: their questions do not fit the context of {context} tokens",
+    ]
+
+
+def test_a_file_without_answers_does_not_bind_the_next_run(folder, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    out.write_text("")
+    (tmp_path / "answers.jsonl.meta.json").write_text('{"target_sha256": "of an earlier try"}')
+    assert answer(folder, out)["documents"] == 12
+    assert (
+        json.loads((tmp_path / "answers.jsonl.meta.json").read_text())["target_sha256"] != "of an earlier try"
+    )
