@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 NARROW = 8
 """Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
+LONE = 1
+"""Columns of a step of one row, plain decoding of one stream, on CUDA C++ kernels; the same bits again."""
 
 
 class StepPrograms:
@@ -135,7 +137,9 @@ class StepPrograms:
 
         On a CPU always all of them: the interpreter's products are numpy's, whose sums follow the width.
         """
-        return NARROW if self._is_gpu and num_rows <= NARROW else MAX_ROWS
+        if not self._is_gpu or num_rows > NARROW:
+            return MAX_ROWS
+        return LONE if num_rows == 1 and self.uses_cuda else NARROW
 
     def run(self, name: str, cols: int, *, filtered: bool = False) -> None:
         """Launch a program.
@@ -148,7 +152,8 @@ class StepPrograms:
             cols: From ``columns``, of the live rows before it or after, whichever are more.
             filtered: Some of the requests filter their tokens.
         """
-        key = (name, cols, filtered)
+        # Only plain decoding often has one row: a program more for the others would not pay.
+        key = (name, cols if name == "decode" else max(cols, NARROW), filtered)
         if key not in self._programs:
             self._programs[key] = Program(partial(self._body, *key), self._pool)
         self._programs[key]()
@@ -163,13 +168,14 @@ class StepPrograms:
             return
         names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
+        keys += [("decode", LONE)] if self.uses_cuda else []
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
         bodies += [partial(self._body, name, NARROW, True) for name in names]
         self.state.words.zero_()
         self._compile(bodies)
         for name, cols in keys:
             if name != "rows" or cols == MAX_ROWS:
-                for filtered in {False, cols == NARROW}:  # the rest when first used
+                for filtered in {False, cols <= NARROW}:  # the rest when first used
                     for _ in range(2):
                         self.run(name, cols, filtered=filtered)
         torch.cuda.synchronize(self.device)

@@ -18,6 +18,8 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+#define CLUSTER_KERNEL(THREADS, BLOCKS, SIZE) \
+    extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, BLOCKS)
 
 // 16 bytes of weights on their way into shared memory, or nothing; a group of its own either way.
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
@@ -41,6 +43,11 @@ DEVICE uint4 load_fresh(const void *p) {
 DEVICE u32 load_fresh_pair(const u16 *p) {
     u32 v;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+DEVICE uint2 load_fresh2(const u16 *p) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 DEVICE u16 load_fresh16(const u16 *p) {
@@ -72,6 +79,37 @@ DEVICE uint4 load_transposed(const u16 *p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+// The same as they lie.
+DEVICE uint4 load_matrices(const u16 *p) {
+    uint4 v;
+    u32 at = (u32)__cvta_generic_to_shared(p);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+#if __CUDA_ARCH__ >= 900
+// Blocks of a cluster read each other's shared memory: the same place in block `rank`'s.
+DEVICE u32 remote_address(const void *p, int rank) {
+    u32 at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
+    return at;
+}
+DEVICE float2 load_remote2(const float *p, int rank) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote_address(p, rank)) : "memory");
+    return v;
+}
+DEVICE float4 load_remote4(const float *p, int rank) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote_address(p, rank)) : "memory");
+    return v;
+}
+// A barrier of all threads of the cluster that have not left.
+DEVICE void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
 // Add to a counter: what the block wrote before (and a barrier) is there for whoever sees the sum.
 DEVICE int add_released(int *counter, int by) {
     int before;
@@ -110,6 +148,18 @@ DEVICE void let_next_start() {}
 #endif
 #endif
 
+// Where time goes, for benchmarks: each block's first thread notes when it was where, in nanoseconds.
+enum { STARTED, ASKED, WAITED, PREPARED, ROUTED, FIRST_DONE, ENDED, NUM_STAMPS };
+#ifdef STAMPS
+__device__ u64 stamps[STAMPS][NUM_STAMPS];
+DEVICE void stamp(int place) {
+    if (threadIdx.x != 0 || blockIdx.x >= STAMPS) return;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(stamps[blockIdx.x][place])::"memory");
+}
+#else
+DEVICE void stamp(int) {}
+#endif
+
 DEVICE float low(u32 v) { return from_bf16((u16)(v & 0xffffu)); }
 DEVICE float high(u32 v) { return from_bf16((u16)(v >> 16)); }
 DEVICE float rounded(float x) { return from_bf16(to_bf16(x)); }
@@ -130,6 +180,31 @@ DEVICE u32 scaled_pair(u32 v, float inverse, u32 by) {
 DEVICE uint4 scaled(uint4 v, float inverse, uint4 by) {
     return make_uint4(scaled_pair(v.x, inverse, by.x), scaled_pair(v.y, inverse, by.y),
                       scaled_pair(v.z, inverse, by.z), scaled_pair(v.w, inverse, by.w));
+}
+// Pieces of eight elements of a row of K that a lane holds, where each warp has a part of K.
+#define OWN_PIECES(LENGTH, PARTS) (((LENGTH) / (PARTS) / 8 + 31) / 32)
+// RMSNorm of one row by a whole block, into `to`: each warp its own part of K, for which it needs no barrier after this.
+// `squares` has room for a float a piece. The sums are those of a warp that has the whole row.
+template <int LENGTH, int PARTS>
+DEVICE void normalise_row(const u16 *x, const uint4 (&by)[OWN_PIECES(LENGTH, PARTS)], u16 *to, float *squares, float eps) {
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * (LENGTH / PARTS / 8), count = LENGTH / PARTS / 8;
+    uint4 pieces[OWN_PIECES(LENGTH, PARTS)];
+#pragma unroll
+    for (int i = 0; i < OWN_PIECES(LENGTH, PARTS); i++)
+        if (i * 32 + lane < count) pieces[i] = load_fresh(x + (size_t)(first + i * 32 + lane) * 8);
+#pragma unroll
+    for (int i = 0; i < OWN_PIECES(LENGTH, PARTS); i++)
+        if (i * 32 + lane < count) squares[first + i * 32 + lane] = squares_of(pieces[i]);
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LENGTH / 256; i++) total += squares[i * 32 + lane];
+    const float inverse = rsqrtf(sum_over_warp(total) / LENGTH + eps);
+#pragma unroll
+    for (int i = 0; i < OWN_PIECES(LENGTH, PARTS); i++)
+        if (i * 32 + lane < count)
+            *(uint4 *)(to + (first + i * 32 + lane) * 8) = scaled(pieces[i], inverse, by[i]);
+    __syncwarp();
 }
 // Two steps of k over a block of 32: two sums, so that they do not wait for each other.
 DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8, uint4 w) {

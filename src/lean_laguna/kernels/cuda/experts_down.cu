@@ -12,7 +12,7 @@
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
 
-KERNEL(WARPS * 32, COLS > 8 ? 1 : 2)
+KERNEL(WARPS * 32, PROGRAMS)
 experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 *weight, const u32 *scales,
              const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
              const int *num_rows, float scaling, int tap_stride) {
@@ -24,9 +24,10 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + WARPS * COLS * 32);
-    u32 *words = (u32 *)((u8 *)&routing + (sizeof(Routing) + 15) / 16 * 16) + threadIdx.x;
+    u32 *words = (u32 *)(&routing + 1) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const uint4 zero = make_uint4(0, 0, 0, 0);
+    stamp(STARTED);
     const SharedOwn shared_own(shared_weight, shared_scales, blockIdx.x, warp, g, t);
     for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
         ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
@@ -57,7 +58,9 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
                 }
         }
     let_next_start();
+    stamp(ASKED);
     wait_for_inputs();
+    stamp(WAITED);
     const int rows = min(live, COLS);
     for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
         copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
@@ -71,6 +74,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
     wait_for_copies();
     __syncthreads();
 
+    stamp(PREPARED);
     const u16 *a_at = tokens + g * (A * STRIDE) + warp * PART + 8 * t;
     const u16 *a8_at = a_at + 8 * (A * STRIDE);
     float total[2][4] = {};
@@ -127,6 +131,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
             }
         }
     }
+    stamp(FIRST_DONE);
     // Routed and shared sums of this warp's part: [COLS][32], routed columns first.
     float *mine = sums + (warp * COLS + g) * 32 + 2 * t;
     float even[2][4] = {}, odd[2][4] = {};
@@ -141,8 +146,10 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
         }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        *(float2 *)(mine + half * 8) = make_float2(total[half][0], total[half][1]);
-        *(float2 *)(mine + 16 + half * 8) = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
+        if (g < COLS) {
+            *(float2 *)(mine + half * 8) = make_float2(total[half][0], total[half][1]);
+            *(float2 *)(mine + 16 + half * 8) = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
+        }
         if (COLS > 8) {
             *(float2 *)(mine + 8 * 32 + half * 8) = make_float2(total[half][2], total[half][3]);
             *(float2 *)(mine + 8 * 32 + 16 + half * 8) = make_float2(even[half][2] + odd[half][2], even[half][3] + odd[half][3]);
@@ -161,4 +168,5 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
         *out = result;
         if (tap) tap[(size_t)token * tap_stride + column] = result;
     }
+    stamp(ENDED);
 }

@@ -19,7 +19,7 @@ struct Start {
     const u32 *words;
 };
 
-KERNEL(WARPS * 32, 2)
+KERNEL(WARPS * 32, PROGRAMS)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
            const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *act, u16 *shared_act,
            int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
@@ -27,13 +27,15 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     u16 *tokens = ring + RING * WARPS * 256;
     float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
-    u32 *words = (u32 *)((u8 *)&routing + (sizeof(Routing) + 15) / 16 * 16) + threadIdx.x;
+    Contest &contest = *(Contest *)(&routing + 1);
+    u32 *words = (u32 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0)) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int shared_units = FS / 4, step = gridDim.x;
     const size_t own = warp * (PART * BITS / 16) + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)), routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F));
 
+    stamp(STARTED);
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
@@ -45,18 +47,27 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                                 words_of_row<FORMAT, K, WARPS>(shared_scales, row, warp, t) +
                                     (j % LOADS) * words_an_item(FORMAT));
     }
-    const int live = load_fresh32(num_rows);
-    float own_bias[E / 32];
+    const int live = min(load_fresh32(num_rows), COLS);
+    float own_bias[COLS == 1 ? 1 : E / 32];
+    if (COLS == 1)
+        own_bias[0] = thread < E ? bias[thread] : 0.0f;
+    else
 #pragma unroll
-    for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
+        for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
+    stamp(ASKED);
     wait_for_inputs();
+    stamp(WAITED);
     // Not before: the next kernel reads the tables, which the last block still has to write, before it waits.
     const bool writes_tables = blockIdx.x == gridDim.x - 1;
     if (!writes_tables) let_next_start();
-    const int pieces = min(live, COLS) * (K / 8);
+    const int pieces = live * (K / 8);
     for (int i = thread; i < pieces; i += WARPS * 32)
         copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
+#if COLS == 1
+    route_one(routing, contest, scores, own_bias[0], live > 0, softcap);
+#else
     route(routing, scores, own_bias, live, softcap);
+#endif
     const int count = shared_units + routing.num_slots * (F / 4);
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) -> Start {
@@ -74,6 +85,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         const float *from = factors + (routed < 0 ? E : routing.experts[routed / (F / 4)]) * 3;
         return make_float2(from[0], from[1]);
     };
+    stamp(ROUTED);
     // The tokens and the shared expert's weights have had the time of the routing to come.
     wait_for_copies();
 #pragma unroll
@@ -84,7 +96,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                               start.words + (j % LOADS) * words_an_item(FORMAT), unit >= shared_units && unit < count);
     }
     if (writes_tables) {
-        for (int i = thread; i < min(live, COLS) * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
+        for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
         for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
             ((uint4 *)tables)[i] = ((const uint4 *)&routing)[i];
         __threadfence();
@@ -93,6 +105,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     }
     __syncthreads();
 
+    stamp(PREPARED);
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
@@ -118,12 +131,13 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                                   next.words + at * words_an_item(FORMAT), unit + UNITS * step < count);
             if (at == LOADS - 1 && unit < count) {
                 float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-                *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+                if (g < COLS)
+                    *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
                 if (COLS > 8)
                     *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
                 __syncthreads();
                 const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
-                if (token < live && token < COLS) {
+                if (token < live) {
                     const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
                     if (rank != NOT_CHOSEN) {
                         const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
@@ -140,9 +154,11 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                     }
                 }
                 buffer ^= 1;
+                if (unit == blockIdx.x) stamp(FIRST_DONE);
             }
             if (at == LOADS - 1)
                 for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
         }
     }
+    stamp(ENDED);
 }

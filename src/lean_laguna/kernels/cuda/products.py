@@ -30,13 +30,19 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-ADD_RING = 12
+ADD_RING, LONE_ADD_RING = 12, 16
+"""Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
+LONE_DOWN_RING = 16
+"""The same of down for a lone row, whose activations take little room: half of its weights."""
 PACKED_RING = 8
 """The same where a load brings more columns, and scales."""
 PROGRAMS = 2
 """Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
 first takes its place."""
+LONE_PROGRAMS = 4
+"""Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
+too: a kernel that fits beside the one that runs streams its weights meanwhile."""
 MAX_EXPERTS = 256
 TABLE_BYTES = 1 << 15
 """Enough for the routing tables of 16 rows."""
@@ -119,12 +125,12 @@ def project(
         COLS=launch.cols,
         GATED=gated,
         NORMED=normed is not None,
-        PROGRAMS=2,
+        PROGRAMS=LONE_PROGRAMS if launch.cols == 1 else 2,
     )
     shared = (
         ring * THREADS * _item_bytes(weight)
         + launch.cols * (k + 8) * 2
-        + k * 2
+        + (k // 2 if launch.cols == 1 else k * 2)
         + 2 * WARPS * launch.cols * 8 * 4
     )
     grid = min(units, _num_programs(x, launch))
@@ -154,10 +160,13 @@ def project_add(
         tap: [MAX_ROWS, N], any row stride: a second copy of the result, or None.
     """
     n, k = weight.shape
-    blocks = k // THREADS
+    blocks, is_lone = k // THREADS, launch.cols == 1
     chunks, tall = _chunks(weight), tall_log(weight)
     items = 1 if chunks == 4 else 2
-    ring = min(ADD_RING, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
+    most = LONE_ADD_RING if is_lone else ADD_RING
+    ring = min(most, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
+    columns = min(chunks, 2)
+    ahead = (c for c in range(4 if launch.cols <= 8 else 2, 0, -1) if blocks % c == 0 and c % columns == 0)
     source = Source.of(
         "project_add",
         FORMAT=code_of(weight),
@@ -166,13 +175,13 @@ def project_add(
         N=n,
         WARPS=WARPS,
         RING=ring,
-        AHEAD=min(4 if launch.cols <= 8 else 2, blocks),
+        AHEAD=next(ahead),
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     words, factor = scale_words(weight, tall, pairs=True), unit_factors(weight)
     arguments = (x, _codes(weight), words, factor, hidden, tap, num_rows, *strides)
-    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4
+    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
     launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
 
 
@@ -209,6 +218,11 @@ def _routing_bytes(num_experts: int, top_k: int, cols: int) -> int:
     """Return an upper bound of ``struct Routing``'s size."""
     slots = min(num_experts, cols * top_k)
     return 96 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 + 64
+
+
+def _contest_bytes(num_experts: int, top_k: int, cols: int) -> int:
+    """Return an upper bound of ``struct Contest``'s size, which only a lone row needs."""
+    return num_experts * 8 + num_experts // 32 * min(top_k, 32) * 5 + 32 if cols == 1 else 0
 
 
 def run_experts(
@@ -259,7 +273,8 @@ def run_experts(
     }
     table_bytes = _routing_bytes(experts, mlp.top_k, cols)
     ring = _ring(d // THREADS // chunks, 0 if chunks == 1 else PACKED_RING)
-    up = Source.of("experts_up", K=d, RING=ring, TALL=up_tall, **constants)
+    programs = LONE_PROGRAMS if cols == 1 else 2
+    up = Source.of("experts_up", K=d, RING=ring, TALL=up_tall, PROGRAMS=programs, **constants)
     routed_weights = (_codes(mlp.gate_up), scale_words(mlp.gate_up, up_tall))
     shared_weights = (_codes(shared_up), scale_words(shared_up, up_tall), factors)
     up_arguments = (normed, scores, mlp.bias, *routed_weights, *shared_weights, routing.act, shared_act)
@@ -267,12 +282,17 @@ def run_experts(
         up,
         _num_programs(hidden, launch),
         THREADS,
-        ring * THREADS * item + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4 + table_bytes,
+        ring * THREADS * item
+        + cols * (d + 8) * 2
+        + 2 * WARPS * cols * 8 * 4
+        + table_bytes
+        + _contest_bytes(experts, mlp.top_k, cols),
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )
-    ring = _ring(2 * f // THREADS // chunks, DOWN_RING)
-    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, **constants)
+    ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
+    programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
+    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
     routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
     shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)

@@ -1,6 +1,7 @@
 // Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K row length; N output columns; WARPS that share a row; RING 16-byte loads in flight a lane; COLS tokens (8 or 16);
+// -D: K row length; N output columns; WARPS that share a row; RING 16-byte loads in flight a lane; COLS tokens (1, 8 or
+// 16; the instruction is the same, and so a row's bits); PROGRAMS a multiprocessor should hold;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
 // FORMAT of the weight (packed.cuh), TALL.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
@@ -13,6 +14,8 @@
 #define ROW (K * BITS / 16)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define STRIDE (K + 8)
+// Elements set aside for the norm's weights, or for the squares of a lone row.
+#define SCALES (COLS == 1 ? K / 4 : K)
 #define OUTPUTS (GATED ? 4 : 8)
 
 // The weight row that lane group g of a unit reads.
@@ -21,34 +24,9 @@ DEVICE size_t row_at(int unit, int g) {
     return (size_t)(unit * 8 + g);
 }
 
-KERNEL(WARPS * 32, PROGRAMS)
-project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
-        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
-    EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING * WARPS * 256;
-    u16 *scale = tokens + COLS * STRIDE;
-    float *sums = (float *)(scale + K);
-    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    const int count = N / OUTPUTS, step = gridDim.x;
-    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-
-    u16 *slot = ring + thread * 8;
-#pragma unroll
-    for (int j = 0; j < RING; j++) {
-        int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
-        const size_t row = row_at(unit, g);
-        stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + (j % LOADS) * 32,
-                              words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) +
-                                  (j % LOADS) * words_an_item(FORMAT),
-                              unit < count);
-    }
-    for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
-    // How many rows there are changes only at the end of a step.
-    const int live = load_fresh32(num_rows);
-    let_next_start();
-    wait_for_inputs();
+// RMSNorm of all rows, each by one warp, where they stay.
+DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, u16 *normed, int live, float eps, int x_stride) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     for (int first = 0; first < live * (K / 8); first += 8 * WARPS * 32) {
         uint4 piece[8];
 #pragma unroll
@@ -75,7 +53,56 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
         }
     }
     __syncthreads();
+}
 
+KERNEL(WARPS * 32, PROGRAMS)
+project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
+        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
+    EXTERN_SHARED(u16, ring);
+    u16 *tokens = ring + RING * WARPS * 256;
+    u16 *scale = tokens + COLS * STRIDE;
+    float *sums = (float *)(scale + SCALES);
+    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const int count = N / OUTPUTS, step = gridDim.x;
+    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+
+    stamp(STARTED);
+    u16 *slot = ring + thread * 8;
+#pragma unroll
+    for (int j = 0; j < RING; j++) {
+        int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
+        const size_t row = row_at(unit, g);
+        stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + (j % LOADS) * 32,
+                              words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) +
+                                  (j % LOADS) * words_an_item(FORMAT),
+                              unit < count);
+    }
+    uint4 own_scale[OWN_PIECES(K, WARPS)];
+    if (COLS == 1) {
+#pragma unroll
+        for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+            if (i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
+    } else {
+        for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
+    }
+    // How many rows there are changes only at the end of a step.
+    const int live = min(load_fresh32(num_rows), COLS);
+    let_next_start();
+    stamp(ASKED);
+    wait_for_inputs();
+    stamp(WAITED);
+    if (COLS == 1) {
+        normalise_row<K, WARPS>(x, own_scale, tokens, (float *)scale, eps);
+        if (NORMED && live && blockIdx.x == 0)
+            for (int k = lane * 8; k < PART; k += 256)
+                *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
+    } else {
+        normalise_rows(x, scale, tokens, normed, live, eps, x_stride);
+    }
+
+    stamp(PREPARED);
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
@@ -111,13 +138,14 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
                     float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-                    *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+                    if (g < COLS)
+                        *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
                     if (COLS > 8)
                         *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                     __syncthreads();
                     const int token = thread / OUTPUTS, n = thread % OUTPUTS;
-                    if (token < live && token < COLS) {
+                    if (token < live) {
                         const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
                         float y = 0.0f, up = 0.0f;
                         for (int w = 0; w < WARPS; w++) {
@@ -127,8 +155,10 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                         out[(size_t)token * out_stride + done * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
                     }
                     buffer ^= 1;
+                    if (done == blockIdx.x) stamp(FIRST_DONE);
                 }
             }
         }
     }
+    stamp(ENDED);
 }

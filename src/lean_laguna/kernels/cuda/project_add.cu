@@ -27,6 +27,7 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const Own own(weight, scales, blockIdx.x, warp, g, t);
     const uint4 zero = make_uint4(0, 0, 0, 0);
+    stamp(STARTED);
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
@@ -40,7 +41,9 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
     const float by = FORMAT == FP4 ? *factor : 1.0f;
     const int live = load_fresh32(num_rows);
     let_next_start();
+    stamp(ASKED);
     wait_for_inputs();
+    stamp(WAITED);
     const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
     uint4 b[HALVES][AHEAD];
     u16 *own_row = row + warp * PART;
@@ -64,6 +67,7 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
     const bool writes = token < live && token < COLS;
     u16 *out = hidden + (size_t)token * hidden_stride + n;
     const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+    stamp(PREPARED);
     float even[HALVES][4] = {}, odd[HALVES][4] = {};
     int j = 0;
     for (int first = 0; first < BLOCKS; first += AHEAD) {
@@ -122,4 +126,5 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
         *out = result;
         if (tap) tap[(size_t)token * tap_stride + n] = result;
     }
+    stamp(ENDED);
 }

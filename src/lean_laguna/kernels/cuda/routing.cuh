@@ -1,6 +1,7 @@
 // Top-k routing from router logits, by every program of experts_up: less than a round trip through memory.
 //
-// -D: E experts (at most 256, a multiple of 32); A experts a token; COLS tokens; SOFTCAP, NORM_TOPK.
+// -D: E experts (at most 256, a multiple of 32, and at most a block's threads); A experts a token; COLS tokens; SOFTCAP,
+// NORM_TOPK.
 // Sigmoid, bias for the choice only, weights divided by their sum and rounded; ties go to the lower id.
 #pragma once
 #include "common.cuh"
@@ -24,6 +25,67 @@ DEVICE int ordered(float x) {
     return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
+DEVICE float gate_of(float logit, float softcap) {
+    if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (expf(2.0f * logit / softcap) + 1.0f));
+    return 1.0f / (1.0f + expf(-logit));
+}
+
+// Whether a key beats another that stands at a place `below` or above its own.
+DEVICE bool beats(int other, int own, bool below) { return other > own || (below && other == own); }
+
+// Most experts that one warp's 32 can contribute.
+#define TAKEN (A < 32 ? A : 32)
+struct alignas(16) Contest {
+    int keys[E];
+    int winners[(E / 32 * TAKEN + 3) / 4 * 4];
+    u8 ids[E / 32 * TAKEN];
+    float gates[E];
+};
+
+// Fill `r` for one token: an expert a thread, whose place among its warp's 32 and then among all warps' best is counted.
+// Called by all threads; a warp may use `r` after it without a barrier, since every warp writes the same.
+DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, bool is_live, float softcap) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    float gate = 0.0f;
+    if (thread < E) {
+        gate = gate_of(from_bf16(load_fresh16(scores + thread)), softcap);
+        const int key = ordered(gate + bias);
+        c.keys[thread] = key;
+        __syncwarp();
+        int place = 0;
+#pragma unroll
+        for (int i = 0; i < 32; i++) place += beats(c.keys[warp * 32 + i], key, i < lane);
+        if (place < TAKEN) {
+            c.winners[warp * TAKEN + place] = key;
+            c.ids[warp * TAKEN + place] = (u8)thread;
+            c.gates[thread] = gate;
+        }
+    }
+    __syncthreads();
+    if (thread < E / 32 * TAKEN) {
+        const int key = c.winners[thread];
+        int place = 0;
+#pragma unroll
+        for (int i = 0; i < E / 32 * TAKEN; i++) place += beats(c.winners[i], key, i < thread);
+        if (place < A) r.chosen[0][place] = c.ids[thread];
+    }
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int a = 0; a < A; a++) total += c.gates[r.chosen[0][a]];
+    for (int i = lane; i < A; i += 32) {
+        const int id = r.chosen[0][i];
+        int slot = 0;
+        for (int a = 0; a < A; a++) slot += r.chosen[0][a] < id;
+        const float own = c.gates[id];
+        r.experts[slot] = (u8)id;
+        r.rank[slot][0] = (u8)slot;
+        r.slot_weights[slot][0] = rounded(NORM_TOPK ? own / total : own);
+    }
+    r.num_slots = is_live ? A : 0;
+    __syncwarp();
+}
+
 // Fill `r` for `live` tokens; called by all threads, ends with a barrier.
 // `bias` is this lane's: of experts lane, lane + 32 and so on.
 DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], int live, float softcap) {
@@ -41,9 +103,7 @@ DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], in
         for (int i = 0; i < E / 32; i++) sigmoid[i] = from_bf16(load_fresh16(scores + token * E + i * 32 + lane));
 #pragma unroll
         for (int i = 0; i < E / 32; i++) {
-            float logit = sigmoid[i];
-            if (SOFTCAP) logit = softcap * (1.0f - 2.0f / (expf(2.0f * logit / softcap) + 1.0f));
-            sigmoid[i] = 1.0f / (1.0f + expf(-logit));
+            sigmoid[i] = gate_of(sigmoid[i], softcap);
             keys[i] = ordered(sigmoid[i] + bias[i]);
         }
         // Each lane's best, the lowest id among equals; only the lane that wins looks again.

@@ -174,7 +174,7 @@ def expert_down(
         BLOCK_K=max(16, power_of_two(cdiv(F, tile.split))),
         SPLIT=tile.split,
         SHARED_K=max(16, power_of_two(cdiv(width, tile.split))),
-        COLS=launch.cols,
+        COLS=launch.tile_cols,
         STAGES=tile.stages,
         SHARED=shared_weight is not None,
         TAP=tap is not None,

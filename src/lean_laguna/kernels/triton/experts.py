@@ -181,7 +181,7 @@ def expert_gate_up(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT=tile.split,
-        COLS=launch.cols,
+        COLS=launch.tile_cols,
         STAGES=tile.stages,
         SOFTCAP=softcap > 0,
         NORM_TOPK=norm_topk,

@@ -153,7 +153,7 @@ def _constants(weight: Weight, tile: Tile, launch: Launch) -> dict[str, Any]:
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "SPLIT": tile.split,
-        "COLS": launch.cols,
+        "COLS": launch.tile_cols,
         "STAGES": tile.stages,
         "PREFETCH": launch.prefetched(tile, row_bytes(weight)),
         "ROW": row_elements(weight),

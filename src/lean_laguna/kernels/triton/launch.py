@@ -59,7 +59,7 @@ class Launch:
     """What all launches of a step share.
 
     Attributes:
-        cols: Token columns of every product, 8 (steps of at most 8 rows) or 16.
+        cols: Token columns of every product: 1 (steps of one row), 8 (of at most 8 rows) or 16.
         pdl: Programmatic dependent launch, and L2 prefetch before inputs are ready (sm_90 and later).
         programs: Programs that share out the routed experts' first products; about four a multiprocessor.
         attention_programs: Programs that share out the splits of the context.
@@ -69,6 +69,11 @@ class Launch:
     pdl: bool = False
     programs: int = 528
     attention_programs: int = 264
+
+    @property
+    def tile_cols(self) -> int:
+        """Columns of a Triton tile: the matrix instructions take no fewer than 8."""
+        return max(self.cols, 8)
 
     @property
     def can_prefetch(self) -> bool:

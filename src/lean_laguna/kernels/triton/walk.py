@@ -236,7 +236,7 @@ def walk_on(
         R=R,
         BLOCK_N=block_n,
         BLOCK_R=max(16, min(128, power_of_two(R))),
-        COLS=launch.cols,
+        COLS=launch.tile_cols,
         SHIFT=int(weights.is_shifted),
         MAP=token_map is not None,
         STORE=keeps_logits,

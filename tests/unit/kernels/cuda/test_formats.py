@@ -49,7 +49,7 @@ def rows_of(draw, poisoned, n, width):
 
 
 @EVERY
-@pytest.mark.parametrize(("gated", "live", "cols"), [(False, 2, 8), (True, 11, 16)])
+@pytest.mark.parametrize(("gated", "live", "cols"), [(False, 1, 1), (False, 2, 8), (True, 11, 16)])
 def test_project(draw, poisoned, count, both, name, gated, live, cols):
     k, n = 1024, 40
     weights = both(name, 2 * n, k, heights=(n, n))
@@ -76,7 +76,7 @@ def test_project_add(draw, poisoned, count, both, name, k, live, cols):
 
 
 @EVERY
-@pytest.mark.parametrize(("live", "cols"), [(2, 8), (9, 16)])
+@pytest.mark.parametrize(("live", "cols"), [(1, 1), (2, 8), (9, 16)])
 def test_experts(draw, poisoned, count, device, both, name, live, cols):
     experts, d, f, top_k = 32, 1024, 512, 3
     up, down = both(name, experts, 2 * f, d, heights=(f, f)), both(name, experts, d, f, pairs=True, seed=1)

@@ -1,5 +1,7 @@
 """CUDA C++ products equal their plain twins, and a row's bits do not depend on the rows beside it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def rows_of(draw, poisoned, n, width, scale=1.0):
 
 @pytest.mark.parametrize(
     ("k", "n", "gated", "live", "cols"),
-    [(256, 40, False, 1, 8), (2048, 16, True, 7, 8), (768, 24, True, 13, 16)],
+    [(256, 40, False, 1, 8), (2048, 16, True, 7, 8), (768, 24, True, 13, 16), (512, 40, False, 1, 1)],
 )
 def test_project_normalises_then_multiplies(draw, poisoned, count, k, n, gated, live, cols):
     x, norm = rows_of(draw, poisoned, live, k), draw(k, scale=0.2) + 1
@@ -38,6 +40,20 @@ def test_project_normalises_then_multiplies(draw, poisoned, count, k, n, gated, 
         torch.testing.assert_close(normed[:live], plain.rms_norm(x, norm, EPS)[:live], **CLOSE)
 
 
+@pytest.mark.parametrize(("k", "gated"), [(2048, False), (4096, True)])
+def test_a_lone_row_has_the_bits_of_wider_products(draw, poisoned, count, k, gated):
+    x, norm = rows_of(draw, poisoned, 1, k), draw(k, scale=0.2) + 1
+    weight, found = draw(48, k, scale=k**-0.5), []
+    for cols in (1, 8, 16):
+        out, normed = poisoned(MAX_ROWS, 24 if gated else 48), poisoned(MAX_ROWS, k)
+        own = None if gated else normed
+        products.project(x, norm, weight, out, count(1), EPS, Launch(cols), gated=gated, normed=own)
+        found.append((out.view(torch.int16), normed.view(torch.int16)))
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0])
+        assert torch.equal(found[0][1], other[1])
+
+
 def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
     monkeypatch.setattr(products, "MAX_RING", 2)
     x, norm, weight = rows_of(draw, poisoned, 3, 1024), draw(1024) + 1, draw(24, 1024, scale=1024**-0.5)
@@ -46,7 +62,7 @@ def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypa
     torch.testing.assert_close(out[:3], plain.linear(plain.rms_norm(x, norm, EPS), weight)[:3], **CLOSE)
 
 
-@pytest.mark.parametrize(("live", "cols"), [(8, 8), (16, 16)])
+@pytest.mark.parametrize(("live", "cols"), [(1, 1), (8, 8), (16, 16)])
 def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols):
     k, n = 1536, 48
     x, weight = rows_of(draw, poisoned, live, k), draw(n, k, scale=k**-0.5)
@@ -114,7 +130,8 @@ class Mixture:
 
 
 @pytest.mark.parametrize(
-    ("live", "cols", "softcap", "norm_topk"), [(1, 8, 0, True), (6, 8, 3, False), (12, 16, 0, True)]
+    ("live", "cols", "softcap", "norm_topk"),
+    [(1, 1, 3, False), (1, 8, 0, True), (6, 8, 3, False), (12, 16, 0, True)],
 )
 def test_experts_equal_their_twin(draw, poisoned, device, live, cols, softcap, norm_topk):
     block = Mixture(draw, device, softcap, norm_topk)
@@ -134,7 +151,7 @@ def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
     together = rows_of(draw, poisoned, 9, 256)
     together[:9] = x
     block.run(together, 9, 16, poisoned)
-    for row, slot, live, cols in ((0, 0, 1, 8), (4, 2, 3, 8), (8, 11, 12, 16)):
+    for row, slot, live, cols in ((0, 0, 1, 8), (3, 0, 1, 1), (4, 2, 3, 8), (8, 11, 12, 16)):
         other = rows_of(draw, poisoned, live, 256, scale=30.0)
         other[slot] = x[row]
         block.run(other, live, cols, poisoned)
@@ -146,4 +163,28 @@ def test_equal_scores_go_to_the_lower_expert(draw, poisoned, device):
     block.mlp.router_gate_up[: block.experts] = 0
     block.mlp.bias.zero_()
     hidden = rows_of(draw, poisoned, 2, 256)
-    assert block.run(hidden, 2, 8, poisoned)[:2].tolist() == [[0, 1, 2]] * 2
+    assert block.run(hidden.clone(), 2, 8, poisoned)[:2].tolist() == [[0, 1, 2]] * 2
+    assert block.run(hidden, 1, 1, poisoned)[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_a_lone_row_chooses_as_rows_beside_others_do(draw, poisoned, device, norm_topk):
+    """Scores of few values: ties within and across warps."""
+    block = Mixture(draw, device, norm_topk=norm_topk)
+    mlp, e, width, d = block.mlp, 256, block.width, 256
+    tied = draw(4, d, scale=d**-0.5)
+    mlp = dataclasses.replace(
+        mlp,
+        router_gate_up=torch.cat([tied.repeat(e // 4, 1), mlp.router_gate_up[block.experts :]]),
+        bias=torch.zeros(e, device=device),
+        gate_up=draw(e, 2 * width, d, scale=d**-0.5),
+        down=draw(e, d, width, scale=width**-0.5),
+        top_k=8,
+    )
+    block.mlp, block.experts, block.top_k = mlp, e, 8
+    x, found = rows_of(draw, poisoned, 1, d), []
+    for cols in (1, 8):
+        hidden = x.clone()
+        found.append((block.run(hidden, 1, cols, poisoned)[0], hidden[0]))
+    assert found[0][0].tolist() == found[1][0].tolist()
+    assert torch.equal(found[0][1].view(torch.int16), found[1][1].view(torch.int16))
