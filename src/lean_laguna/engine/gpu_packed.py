@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.models.packing import stack_rows as stack_parameters
-from lean_laguna.quant.lane_order import Order, fits, reordered, restored
+from lean_laguna.quant.lane_order import PIECE_BYTES, Order, fits, reordered, restored
 from lean_laguna.quant.packed import PackedWeight, split_rows, stack_rows
 from lean_laguna.quant.scaling import tile_size
 
@@ -43,9 +43,8 @@ def to_kernels(weight: PackedWeight, dtype: torch.dtype) -> Packed:
         heights = torch.tensor(weight.heights, device=scales.device)
         divisors = weight.global_scales.repeat_interleave(heights, -1, output_size=rows).contiguous()
         scales = scales.contiguous().view(torch.uint8)
-    kind = {"fp4": "fp4", "fp8": "fp8", "int": f"int{scheme.num_bits}"}[scheme.number]
     return Packed(
-        kind=kind,  # type: ignore[arg-type]
+        kind=scheme.kind,
         shape=weight.shape,
         dtype=dtype,
         codes=weight.codes.contiguous().view(torch.uint8),
@@ -66,11 +65,11 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
         weight: [N, K] or [E, N, K].
         pairs: Its product adds to the residual stream: 4-bit codes lie by 16 rows.
     """
-    bits = weight.scheme.num_bits
-    order: Order = "pairs" if pairs and bits == 4 else "lanes"
+    kind = weight.scheme.kind
+    order: Order = "pairs" if pairs and weight.scheme.num_bits == 4 else "lanes"
     rows, columns = weight.shape[-2:]
     has_more = weight.zero_points is not None or weight.column_groups is not None
-    if weight.order == order or has_more or not fits(bits, order, rows, columns):
+    if weight.order == order or has_more or not fits(kind, order, rows, columns):
         return weight
     scales = weight.scales
     if weight.scheme.number != "fp4":
@@ -78,9 +77,9 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
         if not torch.equal(scales.bfloat16().float(), scales.float()) or float(scales.float().max()) >= 128:
             return weight
         scales = scales.bfloat16()
-    codes = weight.codes.view(torch.uint8)
-    for expert in codes if codes.dim() == 3 else [codes]:
-        expert.copy_(reordered(restored(expert, bits, weight.order), bits, order))
+    codes = weight.codes.view(torch.uint8).flatten(0, -2)
+    for piece in codes.split(max(16, PIECE_BYTES // codes.shape[1] // 16 * 16)):
+        piece.copy_(reordered(restored(piece, kind, weight.order), kind, order))
     return dataclasses.replace(weight, order=order, scales=scales)
 
 

@@ -1,73 +1,106 @@
 """Orders of codes in memory: rows as checkpoints have them, and as the lanes of a GPU's warp take them.
 
 A lane multiplies eight columns at a time, every fourth eight of a row; in lane order the codes of 16 bytes
-are all of one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8; element e of four
-bytes that hold n codes lies at place e / 2 + (e % 2) * n / 2. ``pairs``, 4 bits only: 16 rows together, as
-eight warps take eight parts of K; a lane's 16 bytes are 16 columns of a row and of the row eight below.
+are all of one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8. ``pairs``, 4 bits
+only: 16 rows together, as eight warps take eight parts of K; a lane's 16 bytes are 16 columns of a row and of
+the row eight below.
+
+The bits of four bytes lie so that few shifts and masks leave elements 2i and 2i + 1 in the halves of a word:
+integers in place e / 2 + (e % 2) * n / 2 of n codes, floats with sign, exponent and mantissa where bfloat16
+has them, or a shift away.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lean_laguna.quant.scheme import Kind
+
 Order = Literal["rows", "lanes", "pairs"]
 WARPS = 8
+PIECE_BYTES = 1 << 24
+"""Codes reordered at a time: temporary memory stays small beside a bank of experts."""
+_FP4 = ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (10, 11, 12, 3))
+_FP8 = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
+"""Bits of each pair's codes in their half of a word, mantissa first; ``fp4``'s last pair has them but the sign in
+the other half."""
 
 
-def fits(bits: int, order: Order, rows: int, columns: int) -> bool:
+def bits_of(kind: Kind) -> int:
+    """Return the bits of a code."""
+    return 4 if kind in ("fp4", "int4") else 8
+
+
+def fits(kind: Kind, order: Order, rows: int, columns: int) -> bool:
     """Say whether a weight can be laid out so."""
+    is_small = bits_of(kind) == 4
     if order == "pairs":
-        return bits == 4 and rows % 16 == 0 and columns % 512 == 0
-    return order == "rows" or columns % (128 if bits == 4 else 64) == 0
+        return is_small and rows % 16 == 0 and columns % 512 == 0
+    return order == "rows" or columns % (128 if is_small else 64) == 0
 
 
-def reordered(codes: Tensor, bits: int, order: Order) -> Tensor:
+def reordered(codes: Tensor, kind: Kind, order: Order) -> Tensor:
     """Return codes [N, B] uint8, in order of rows, in another order; a copy of the same shape."""
     if order == "rows":
         return codes.clone()
-    chunks = _placed(codes, bits)
+    words = _moved(codes.contiguous().view(torch.int32), _places(kind))
+    rows, width = words.shape
     if order == "lanes":
-        groups = 4 if bits == 4 else 2
-        turned: Tensor = chunks.unflatten(1, (-1, groups, 4)).transpose(2, 3)
-        return turned.reshape(codes.shape)
-    parts = chunks.view(-1, 2, 8, WARPS, chunks.shape[1] // (WARPS * 8), 2, 4, 4)
-    return parts.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(codes.shape)
+        groups = 4 if bits_of(kind) == 4 else 2
+        turned = words.view(rows, -1, groups, 4, 4 // groups).transpose(2, 3)
+    else:
+        parts = words.view(-1, 2, 8, WARPS, width // (WARPS * 8), 2, 4)
+        turned = parts.permute(0, 3, 4, 2, 6, 1, 5)
+    return turned.reshape(rows, width).view(torch.uint8)
 
 
-def restored(codes: Tensor, bits: int, order: Order) -> Tensor:
+def restored(codes: Tensor, kind: Kind, order: Order) -> Tensor:
     """Return what ``reordered`` was given."""
     if order == "rows":
         return codes
-    rows, width = codes.shape
+    words = codes.contiguous().view(torch.int32)
+    rows, width = words.shape
     if order == "lanes":
-        groups, size = (4, 4) if bits == 4 else (2, 8)
-        chunks = codes.view(rows, -1, 4, groups, size).transpose(2, 3).reshape(rows, -1, size)
-        return _natural(chunks, bits).reshape(codes.shape)
-    parts = codes.view(-1, WARPS, width // (WARPS * 32), 8, 4, 2, 2, 4)
-    chunks = parts.permute(0, 5, 3, 1, 2, 6, 4, 7).reshape(rows, -1, 4)
-    return _natural(chunks, bits).reshape(codes.shape)
+        groups = 4 if bits_of(kind) == 4 else 2
+        turned = words.view(rows, -1, 4, groups, 4 // groups).transpose(2, 3)
+    else:
+        parts = words.view(-1, WARPS, width // (WARPS * 8), 8, 4, 2, 2)
+        turned = parts.permute(0, 5, 3, 1, 2, 6, 4)
+    natural = [0] * 32
+    for old, new in enumerate(_places(kind)):
+        natural[new] = old
+    return _moved(turned.reshape(rows, width), tuple(natural)).view(torch.uint8)
 
 
-def _placed(codes: Tensor, bits: int) -> Tensor:
-    """Return chunks of eight columns [N, K / 8, bytes], their elements in place."""
-    words = codes.unflatten(1, (-1, 4))
-    if bits == 8:
-        placed: Tensor = words[..., [0, 2, 1, 3]].flatten(1).unflatten(1, (-1, 8))
-        return placed
-    low, high = words & 15, words >> 4
-    halves = torch.stack((low, high), 2).unflatten(-1, (2, 2))
-    both: Tensor = (halves[..., 0] | halves[..., 1] << 4).flatten(2)
-    return both
+@cache
+def _places(kind: Kind) -> tuple[int, ...]:
+    """Return where each bit of four bytes of codes goes."""
+    bits = bits_of(kind)
+    half = 16 // bits
+    places = []
+    for element in range(2 * half):
+        pair, upper = divmod(element, 2)
+        if kind == "fp4":
+            own = [place + 16 * upper for place in _FP4[pair]]
+            places += own if pair < 3 else [*((place + 16) % 32 for place in own[:3]), own[3]]
+        elif kind == "fp8":
+            places += [place + 16 * upper for place in _FP8[pair]]
+        else:
+            places += [(pair + upper * half) * bits + bit for bit in range(bits)]
+    return tuple(places)
 
 
-def _natural(chunks: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        natural: Tensor = chunks.unflatten(-1, (2, 4))[..., [0, 2, 1, 3]].flatten(2)
-        return natural
-    halves = chunks.unflatten(-1, (2, 2))
-    nibbles = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    both: Tensor = nibbles[..., 0, :] | nibbles[..., 1, :] << 4
-    return both
+def _moved(words: Tensor, places: tuple[int, ...]) -> Tensor:
+    """Move bit i of every word [int32] to ``places[i]``."""
+    masks: dict[int, int] = {}
+    for old, new in enumerate(places):
+        masks[new - old] = masks.get(new - old, 0) | 1 << new
+    out = torch.zeros_like(words)
+    for shift, mask in masks.items():
+        part = words << shift if shift >= 0 else words >> -shift
+        out |= part.bitwise_and_(mask - (1 << 32) if mask >> 31 else mask)
+    return out

@@ -106,7 +106,7 @@ class PackedWeight:
                 self.expert(expert).decode_into(out[expert])
             return
         if self.order != "rows":
-            codes = restored(self.codes.view(torch.uint8), self.scheme.num_bits, self.order)
+            codes = restored(self.codes.view(torch.uint8), self.scheme.kind, self.order)
             dataclasses.replace(self, codes=codes.view(self.codes.dtype), order="rows").decode_into(out)
             return
         rows, columns = self.shape

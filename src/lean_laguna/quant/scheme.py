@@ -7,12 +7,13 @@ What modules have which scheme is ``config``'s business; how codes become number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.safetensors_header import DTYPE_BITS
 
 Number = Literal["fp4", "fp8", "int"]
+Kind = Literal["fp4", "fp8", "int4", "int8"]
 Strategy = Literal["tensor", "channel", "group", "block", "tensor_group"]
 Spelling = Literal["compressed-tensors", "fp8", "modelopt"]
 Activations = Literal["none", "dynamic", "static"]
@@ -73,6 +74,11 @@ class WeightScheme:
     block: tuple[int, int] | None = None
     activations: Activations = "none"
     spelling: Spelling = "compressed-tensors"
+
+    @property
+    def kind(self) -> Kind:
+        """What a code is, and of how many bits."""
+        return cast(Kind, f"{self.number}{self.num_bits}" if self.number == "int" else self.number)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of ``weight_scale`` for a weight [rows, columns].

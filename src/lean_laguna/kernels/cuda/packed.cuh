@@ -1,8 +1,8 @@
 // How 16 bytes of packed weights become what the matrix instruction takes: eight bfloat16 of one row at a time.
 //
-// A lane's 16 bytes are four words. A word holds four codes of 8 bits or eight of 4, n of them; element e lies at place
-// e / 2 + (e % 2) * n / 2, so that one shift and two masks leave elements 2i and 2i + 1 in the halves of a word. Codes
-// become bfloat16 by moving bits: what that leaves out is a power of two, which is in the scale. FP8 and integers are
+// A lane's 16 bytes are four words. A word holds four codes of 8 bits or eight of 4, their bits where `lane_order.py`
+// puts them: a shift and a mask leave elements 2i and 2i + 1 in the halves of a word, floats with sign, exponent and
+// mantissa where bfloat16 has them. What that leaves out is a power of two, which is in the scale. FP8 and integers are
 // `code * scale` rounded once, as a weight decoded at load is. NVFP4's `code * scale` is exact; its divisor multiplies
 // the sums (`FP4_UNIT` with it).
 #pragma once
@@ -18,6 +18,14 @@ DEVICE constexpr int chunks_of(int format) { return 16 / bits_of(format); }
 #define DEVICE_METHOD
 DEVICE u32 times2(u32 a, u32 b) { return pack(low(a) * low(b), high(a) * high(b)); }
 DEVICE u32 plus2(u32 a, u32 b) { return pack(low(a) + low(b), high(a) + high(b)); }
+DEVICE u32 bytes_of(u32 word, u32 which) {
+    u32 v = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 at = which >> (4 * i) & 7;
+        v |= (at < 4 ? word >> (8 * at) & 0xffu : 0) << (8 * i);
+    }
+    return v;
+}
 #else
 #define DEVICE_METHOD __device__ __forceinline__
 // Two bfloat16 at once, rounded once; numbers below 2^-126 are kept.
@@ -31,33 +39,31 @@ DEVICE u32 plus2(u32 a, u32 b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(0x3f803f80u), "r"(b));
     return v;
 }
+// Four bytes of a word, by hexadecimal digits from the last: 4 is a zero.
+DEVICE u32 bytes_of(u32 word, u32 which) { return __byte_perm(word, 0, which); }
 #endif
 
-// Elements 2i and 2i + 1 of a word.
-template <int KIND> DEVICE u32 two_of(u32 word, int i, u32 scale) {
-    if (KIND == FP8) {
-        const u32 v = i ? word : word << 8;
-        return times2((v & 0x80008000u) | ((v >> 4) & 0x07f007f0u), scale);
+// Elements 2i and 2i + 1 of a word, before their scale.
+template <int KIND> DEVICE u32 two_codes(u32 word, int i) {
+    if (KIND == FP8)
+        return i == 0 ? word & 0x87f087f0u : ((word << 4) & 0x80f080f0u) | ((word >> 4) & 0x07000700u);
+    if (KIND == FP4) {
+        if (i == 0) return (word & 0x81808180u) | ((word >> 8) & 0x00400040u);
+        return (i == 1 ? word << 2 : i == 2 ? word << 6 : word << 12 | word >> 20) & 0x81c081c0u;
     }
     if (KIND == INT8) {
         const u32 v = i ? word >> 8 : word;
-        return times2(plus2((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) ^ 0xc380c380u), scale);
+        return plus2((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) ^ 0xc380c380u);
     }
-    if (KIND == FP4) {
-        const u32 v = word << (12 - 4 * i);
-        return times2((v & 0x80008000u) | ((v >> 6) & 0x01c001c0u), scale);
-    }
-    return times2(plus2(((word >> (4 * i)) & 0x000f000fu) | 0x43004300u, 0xc308c308u), scale);
+    return plus2(((word >> (4 * i)) & 0x000f000fu) | 0x43004300u, 0xc308c308u);
 }
+template <int KIND> DEVICE u32 two_of(u32 word, int i, u32 scale) { return times2(two_codes<KIND>(word, i), scale); }
 
 // A chunk's scale in both halves, of the item's word of scales: four bytes of NVFP4, exponent 5 bits and mantissa 3;
 // else two bfloat16, of the first and of the last half of the item.
 template <int KIND> DEVICE u32 scale_of(u32 scales, int chunk) {
-    if (KIND == FP4) {
-        const u32 byte = (scales >> (8 * chunk)) & 0xffu;
-        return (byte | byte << 16) * 16 + 0x6d806d80u;
-    }
-    if (KIND == INT4) return chunk < 2 ? (scales & 0xffffu) | scales << 16 : scales >> 16 | (scales & 0xffff0000u);
+    if (KIND == FP4) return bytes_of(scales, 0x4040u + 0x0101u * chunk) * 16 + 0x6d806d80u;
+    if (KIND == INT4) return bytes_of(scales, chunk < 2 ? 0x1010u : 0x3232u);
     return scales;
 }
 

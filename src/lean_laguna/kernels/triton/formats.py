@@ -149,6 +149,25 @@ def _scale_at(weight, scale_at, row, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _placed_code(word, pair, half, FORMAT: tl.constexpr):
+    """Return codes whose bits lie in words from ``half`` on, as ``quant.lane_order`` says."""
+    if FORMAT[0] == "fp4":
+        sign = tl.where(pair == 0, 15, tl.where(pair == 1, 13, tl.where(pair == 2, 9, 3))) + half
+        half = tl.where(pair == 3, 16 - half, half)
+        low = tl.where(pair == 0, 14, tl.where(pair == 1, 4, tl.where(pair == 2, 0, 10))) + half
+        high = tl.where(pair == 0, 7, tl.where(pair == 1, 5, tl.where(pair == 2, 1, 11))) + half
+        return ((word >> sign) & 1) << 3 | ((word >> high) & 3) << 1 | ((word >> low) & 1)
+    elif FORMAT[0] == "fp8":
+        own = word >> half
+        second = ((own >> 4) & 0x80) | ((own >> 8) & 0x70) | (own & 15)
+        return tl.where(pair == 0, ((own >> 8) & 0x80) | ((own >> 4) & 0x7F), second)
+    elif FORMAT[0] == "int4":
+        return (word >> (pair * 4 + half)) & 15
+    else:
+        return (word >> (pair * 8 + half)) & 255
+
+
+@triton.jit
 def _ordered_codes(
     words,
     rows,
@@ -178,9 +197,8 @@ def _ordered_codes(
     else:
         at = row * (K // 4) + (chunk // 8 * 16 + chunk % 4 * 4 + chunk // 4 % 2 * 2 + k // 4 % 2)
     word = tl.load(words + at) if EVEN else tl.load(words + at, mask=k < K, other=0)
-    e = tl.arange(0, CODES)
-    shift = (e // 2 + e % 2 * (CODES // 2)) * BITS
-    code = (word[:, :, :, None] >> shift[None, None, None, :]) & ((1 << BITS) - 1)
+    e = tl.arange(0, CODES)[None, None, None, :]
+    code = _placed_code(word[:, :, :, None], e // 2, e % 2 * 16, FORMAT)
     return tl.reshape(code, (SPLIT, BLOCK_N, BLOCK_K)).to(tl.uint8)
 
 

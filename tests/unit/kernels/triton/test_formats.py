@@ -202,12 +202,11 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(
 def test_codes_in_the_order_of_lanes_give_the_same_weights(
     made, both, draw, poisoned, count, name, order, split
 ):
-    bits = 4 if "4" in name else 8
-    if order == "pairs" and bits == 8:
+    if order == "pairs" and "4" not in name:
         order = "lanes"
     weight = made(SCHEMES[name], (16, 32), 1024)
     packed, plain = both(weight)
-    codes = reordered(packed.codes, bits, order)
+    codes = reordered(packed.codes, SCHEMES[name].kind, order)
     packed = dataclasses.replace(packed, codes=codes, order=order)
     assert torch.equal(decode(packed, poisoned(plain.numel())), plain)
     x, outs = draw(16, 1024), (poisoned(16, 48), poisoned(16, 48))
