@@ -25,10 +25,11 @@ struct Fiber {
 struct Meeting { int waiting = 0, round = 0; };
 struct Dim { int x; };
 static std::vector<Fiber> fibers;
-static std::vector<Meeting> warps;
-static Meeting block;
+static std::vector<Meeting> warps, blocks;
+static Meeting cluster;
 static jmp_buf scheduler;
-static int current, num_threads, block_index, num_blocks;
+// Blocks of a cluster run side by side; `shared_pitch` bytes from one's shared memory to the next one's.
+static int current, num_threads, block_index, num_blocks, num_alive, shared_pitch;
 static std::vector<u8> shared;
 static std::function<void()> body;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
@@ -46,18 +47,32 @@ static inline void meet(Meeting &m, int size) {
         while (m.round == round) pause();
 }
 static inline void meet_warp() { meet(warps[current / 32], 32); }
+static inline void meet_cluster() {
+    const int round = cluster.round;
+    cluster.waiting++;
+    while (cluster.round == round) {
+        if (cluster.waiting < num_alive)
+            pause();
+        else
+            cluster.waiting = 0, cluster.round++;
+    }
+}
 static void enter() {
     body();
     fibers[current].is_done = true;
+    num_alive--;
     pause();
 }
-static void run(int grid, int threads, int shared_size, std::function<void()> kernel) {
-    body = kernel, num_threads = threads, num_blocks = grid;
+static void run(int grid, int block_threads, int shared_size, int cluster_size, std::function<void()> kernel) {
+    body = kernel, num_threads = block_threads, num_blocks = grid;
+    shared_pitch = (shared_size + 79) / 16 * 16;
+    const int threads = block_threads * cluster_size;
     fibers.resize(threads), lanes.resize(threads), warps.assign(threads / 32, {});
-    for (block_index = 0; block_index < grid; block_index++) {
+    for (block_index = 0; block_index < grid; block_index += cluster_size) {
         // Poisoned, so that reading what nobody wrote shows: bf16 NaNs.
-        shared.assign(shared_size + 64, 0xff);
-        block = {};
+        shared.assign(shared_pitch * cluster_size + 16, 0xff);
+        blocks.assign(cluster_size, {});
+        cluster = {}, num_alive = threads;
         for (auto &m : warps) m = {};
         for (auto &f : fibers) {
             f.stack.resize(1 << 16), f.is_started = f.is_done = false;
@@ -96,17 +111,26 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 
 #define DEVICE static inline
 #define KERNEL(THREADS, BLOCKS) extern "C" void
-#define EXTERN_SHARED(T, NAME) T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16)
+#define CLUSTER_KERNEL(THREADS, BLOCKS, SIZE) extern "C" void
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#define EXTERN_SHARED(T, NAME)                                                      \
+    T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16 +           \
+                    emulator::current / emulator::num_threads * emulator::shared_pitch)
 #define EMULATE(NAME)                                                                           \
     extern "C" void emulate(int grid, int threads, int shared_size, void **args) {              \
-        emulator::run(grid, threads, shared_size, [&] { emulator::call(NAME, args); });         \
+        emulator::run(grid, threads, shared_size, CLUSTER, [&] { emulator::call(NAME, args); });         \
     }
-#define threadIdx (emulator::Dim{emulator::current})
-#define blockIdx (emulator::Dim{emulator::block_index})
+#define threadIdx (emulator::Dim{emulator::current % emulator::num_threads})
+#define blockIdx (emulator::Dim{emulator::block_index + emulator::current / emulator::num_threads})
 #define blockDim (emulator::Dim{emulator::num_threads})
 #define gridDim (emulator::Dim{emulator::num_blocks})
 
-static inline void __syncthreads() { emulator::meet(emulator::block, emulator::num_threads); }
+static inline void __syncthreads() {
+    emulator::meet(emulator::blocks[emulator::current / emulator::num_threads], emulator::num_threads);
+}
+static inline void sync_cluster() { emulator::meet_cluster(); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
 static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
@@ -126,6 +150,7 @@ template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
+DEVICE uint2 load_fresh2(const u16 *p) { return *(const uint2 *)p; }
 DEVICE u16 load_fresh16(const u16 *p) { return *p; }
 DEVICE int load_fresh32(const int *p) { return *p; }
 DEVICE float4 load_fresh_floats(const float *p) { return *(const float4 *)p; }
@@ -164,6 +189,21 @@ DEVICE uint4 load_transposed(const u16 *p) {
     meet_warp();
     return make_uint4(v[0], v[1], v[2], v[3]);
 }
+DEVICE uint4 load_matrices(const u16 *p) {
+    using namespace emulator;
+    lanes[current].p = p;
+    meet_warp();
+    const int base = current / 32 * 32, lane = current % 32, g = lane / 4, t = lane % 4;
+    u32 v[4];
+    for (int m = 0; m < 4; m++) v[m] = *(const u32 *)(lanes[base + 8 * m + g].p + 2 * t);
+    meet_warp();
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+static inline const u8 *remote(const void *p, int rank) {
+    return (const u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
+}
+DEVICE float2 load_remote2(const float *p, int rank) { return *(const float2 *)remote(p, rank); }
+DEVICE float4 load_remote4(const float *p, int rank) { return *(const float4 *)remote(p, rank); }
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     if (wanted) memcpy(to, from, 16);
     else memset(to, 0, 16);

@@ -1,28 +1,34 @@
-// Attention of decode and verify rows over the paged cache: norm, rotation and KV append on the way in; the last
-// program of a (request, KV head) adds the parts in their order and applies the gate.
+// Attention of decode and verify rows over the paged cache: norm, rotation and KV append on the way in.
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
-// QK_NORM; GATE; SPLIT keys a program takes; KV_BLOCK keys a page; MAX_SPLITS parts a row can leave.
-// The context is cut at absolute multiples of SPLIT whatever the number of rows or requests, and a row takes the
-// same steps over the same keys alone or beside others, so its bits are its own.
+// QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
+// TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head.
+// The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
+// splits in their order; at the end the cluster's programs read each other's sums and add them in theirs. A split that
+// a row does not see changes nothing of the row. So a row's bits are its own, alone or beside others.
 #include "common.cuh"
 
 #define WARPS 8
 #define GROUP (H / J)
+#define QUERIES (TILES * 16)
 #define STRIDE (P + 8)
 #define PSTRIDE (SPLIT + 8)
+#define SUMS (P + 4)
 #define KEYS (SPLIT / WARPS)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
 #define SLICE (P / WARPS)
+#define SLICES (SLICE / 8)
 #define TAKE 8
 #define COPIED_KEYS (WARPS * 32 / (P / 8))
 #define COPIES (SPLIT / COPIED_KEYS)
-#define MAX_TILES GROUP
+#define AT_ONCE (TILES == 2 ? 3 : 2)
+#define ONES 0x3f803f80u
 #define INF __int_as_float(0x7f800000)
 
+// Up to QUERIES queries of one KV head of a request; a query is one head of one row.
 struct Task {
-    int request, head, tile, split, start, count, first, last, low_split, num_splits;
+    int request, head, first_query, num_queries, start, first, last, low_split, num_splits;
 };
 
 // Where the requests' rows stand, read once by each program.
@@ -30,49 +36,51 @@ struct Rows {
     int count[16], start[16], first[16];
 };
 
-// The task at place `index` of all requests' tasks in a row; false past the end. A task is one split of one KV
-// head for 16 of the request's queries.
+// The task at place `index` of all requests' tasks in a row; false past the end.
 DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests) {
     for (int r = 0; r < num_requests; r++) {
         const int count = rows.count[r], first = rows.first[r];
-        if (count == 0) continue;
-        const int last = first + count - 1, low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
-        const int low_split = low_key / SPLIT, num_splits = last / SPLIT - low_split + 1;
-        const int tiles = (count * GROUP + 15) / 16;
-        if (index < num_splits * J * tiles) {
-            task.request = r, task.head = index % J, task.tile = index / J % tiles;
-            task.split = low_split + index / (J * tiles), task.start = rows.start[r];
-            task.count = count, task.first = first, task.last = last, task.low_split = low_split;
-            task.num_splits = num_splits;
+        const int tasks = J * ((count * GROUP + QUERIES - 1) / QUERIES);
+        if (index < tasks) {
+            const int last = first + count - 1, low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
+            task.request = r, task.head = index % J, task.first_query = index / J * QUERIES;
+            task.num_queries = min(count * GROUP - task.first_query, QUERIES);
+            task.start = rows.start[r], task.first = first, task.last = last;
+            task.low_split = low_key / SPLIT, task.num_splits = last / SPLIT - task.low_split + 1;
             return true;
         }
-        index -= num_splits * J * tiles;
+        index -= tasks;
     }
     return false;
 }
 
-// Start copies of a split's keys, or values, that earlier steps left; zeros elsewhere. The pages are looked up all
-// at once: a copy would have to wait for its page before the next page could be asked for.
-DEVICE void copy_pages(u16 *to, const u16 *cache, const Task &task, const int *own_table, int thread) {
-    const int first_key = thread / (P / 8), d = thread % (P / 8) * 8;
-    int blocks[COPIES];
+// A program's place among those of its cluster that have splits of the task, and beyond them.
+DEVICE int place_of(const Task &task, int rank) { return (rank + CLUSTER - task.low_split % CLUSTER) % CLUSTER; }
+
+// Pages of a split's keys that earlier steps left; -1 elsewhere.
+DEVICE void find_pages(int (&pages)[COPIES], int first, int split, const int *own_table, int thread) {
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const int key = task.split * SPLIT + first_key + i * COPIED_KEYS;
-        const bool old = key < task.first && (WINDOW == 0 || task.first - key < WINDOW);
-        blocks[i] = old ? load_fresh32(own_table + key / KV_BLOCK) : -1;
+        const int key = split * SPLIT + thread / (P / 8) + i * COPIED_KEYS;
+        const bool old = key < first && (WINDOW == 0 || first - key < WINDOW);
+        pages[i] = old ? load_fresh32(own_table + key / KV_BLOCK) : -1;
     }
+}
+
+// Start copies of a split's keys, or values; zeros where there are none.
+DEVICE void copy_pages(u16 *to, const u16 *cache, const int (&pages)[COPIES], int split, int head, int thread) {
+    const int first_key = thread / (P / 8), d = thread % (P / 8) * 8;
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const int k = first_key + i * COPIED_KEYS, slot = (task.split * SPLIT + k) % KV_BLOCK;
-        const size_t at = (((size_t)max(blocks[i], 0) * KV_BLOCK + slot) * J + task.head) * P + d;
-        copy_async(to + k * STRIDE + d, cache + at, blocks[i] >= 0);
+        const int k = first_key + i * COPIED_KEYS, slot = (split * SPLIT + k) % KV_BLOCK;
+        const size_t at = (((size_t)max(pages[i], 0) * KV_BLOCK + slot) * J + head) * P + d;
+        copy_async(to + k * STRIDE + d, cache + at, pages[i] >= 0);
     }
 }
 
 DEVICE uint2 load_fresh4(const u16 *p) {
-    // Rows of qkv start at any even element: two loads of two.
-    return make_uint2(load_fresh_pair(p), load_fresh_pair(p + 2));
+    // Some rows of qkv start at any even element: two loads of two.
+    return WIDTH % 4 == 0 ? load_fresh2(p) : make_uint2(load_fresh_pair(p), load_fresh_pair(p + 2));
 }
 
 // One head, four elements a lane, normalised and turned as Hugging Face rounds.
@@ -102,72 +110,60 @@ DEVICE uint2 angles(const u16 *table, int position, int lane) {
 
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// Add the parts of a task's 16 queries in their order; each warp its own queries.
-DEVICE void combine(const Task &task, const u16 *qkv, u16 *out, const float *parts, const float *stats, int warp,
-                    int lane) {
-    for (int i = warp; i < 16; i += WARPS) {
-        const int c = task.tile * 16 + i;
-        if (c >= task.count * GROUP) break;
-        const int row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
-        const int position = task.first + c / GROUP;
-        const int begin = WINDOW > 0 ? max(position - WINDOW + 1, 0) / SPLIT : 0;
-        int last = CAUSAL ? position : task.last;
-        if (!CAUSAL && WINDOW > 0) last = min(last, position + WINDOW - 1);
-        const int end = last / SPLIT + 1;
-        const size_t base = (size_t)(row * H + head) * MAX_SPLITS;
-        float gate = 0.0f;
-        if (GATE) gate = from_bf16(load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head));
-        float peak = -INF, total = 0.0f;
-        float4 acc = make_float4(0, 0, 0, 0);
-        for (int s = begin; s < end; s += TAKE) {
-            float4 part[TAKE];
-            float own_peak[TAKE], own_total[TAKE];
-#pragma unroll
-            for (int j = 0; j < TAKE; j++) {
-                const size_t at = base + (s + j) % MAX_SPLITS;
-                const bool here = s + j < end;
-                own_peak[j] = here ? __int_as_float(load_fresh32((const int *)stats + at * 2)) : -INF;
-                own_total[j] = here ? __int_as_float(load_fresh32((const int *)stats + at * 2 + 1)) : 0.0f;
-                part[j] = here ? load_fresh_floats(parts + at * P + lane * 4) : make_float4(0, 0, 0, 0);
-            }
-            float highest = peak;
-#pragma unroll
-            for (int j = 0; j < TAKE; j++) highest = fmaxf(highest, own_peak[j]);
-            const float fade = exp2f(peak - highest);
-            total *= fade, acc.x *= fade, acc.y *= fade, acc.z *= fade, acc.w *= fade;
-            peak = highest;
-#pragma unroll
-            for (int j = 0; j < TAKE; j++) {
-                if (s + j >= end) continue;
-                const float by = exp2f(own_peak[j] - peak);
-                total += own_total[j] * by;
-                acc.x += part[j].x * by, acc.y += part[j].y * by, acc.z += part[j].z * by, acc.w += part[j].w * by;
-            }
-        }
-        float y[4] = {rounded(acc.x / total), rounded(acc.y / total), rounded(acc.z / total),
-                      rounded(acc.w / total)};
-        if (GATE) {
-            gate = rounded(softplus(gate));
-            for (int j = 0; j < 4; j++) y[j] *= gate;
-        }
-        *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
-    }
+DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
+    if (!GATE || query >= task.num_queries) return 0;
+    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+    return load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head);
 }
 
-KERNEL(WARPS * 32, 1)
+// Add a query's sums of all programs of the cluster, a warp a query.
+DEVICE void add_parts(const Task &task, int query, float opened, const float *sums, const float *stats, u16 *out,
+                      int lane) {
+    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+    float peak = -INF, total = 0.0f;
+    float4 acc = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int from = 0; from < CLUSTER; from += TAKE) {
+        float4 part[TAKE];
+        float2 stat[TAKE];
+        float highest = peak;
+#pragma unroll
+        for (int j = 0; j < TAKE && from + j < CLUSTER; j++) {
+            const bool here = place_of(task, from + j) < task.num_splits;
+            stat[j] = here ? load_remote2(stats + query * 2, from + j) : make_float2(-INF, 0);
+            part[j] = here ? load_remote4(sums + query * SUMS + lane * 4, from + j) : make_float4(0, 0, 0, 0);
+            highest = fmaxf(highest, stat[j].x);
+        }
+        const float safe = highest == -INF ? 0.0f : highest, fade = exp2f(peak - safe);
+        total *= fade, acc.x *= fade, acc.y *= fade, acc.z *= fade, acc.w *= fade;
+        peak = highest;
+#pragma unroll
+        for (int j = 0; j < TAKE && from + j < CLUSTER; j++) {
+            const float by = exp2f(stat[j].x - safe);
+            total += stat[j].y * by;
+            acc.x += part[j].x * by, acc.y += part[j].y * by, acc.z += part[j].z * by, acc.w += part[j].w * by;
+        }
+    }
+    const float y[4] = {rounded(acc.x / total) * opened, rounded(acc.y / total) * opened,
+                        rounded(acc.z / total) * opened, rounded(acc.w / total) * opened};
+    *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
+}
+
+CLUSTER_KERNEL(WARPS * 32, LONE ? 3 : 2, CLUSTER)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
-          const int *row_count, const int *num_requests_at, float *parts, float *stats, int *arrived, float eps,
-          float scale, int table_stride) {
+          const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
     EXTERN_SHARED(u16, keys);
     u16 *values = keys + SPLIT * STRIDE;
     u16 *queries = values + SPLIT * STRIDE;
-    u16 *shares = queries + 16 * STRIDE;
-    float *peaks = (float *)(shares + 16 * PSTRIDE);
-    float *totals = peaks + WARPS * 16;
-    Rows &rows = *(Rows *)(totals + WARPS * 16);
-    int *is_last = (int *)(&rows + 1);
+    u16 *shares = queries + QUERIES * STRIDE;
+    // When all is multiplied, the sums take the place of queries and shares.
+    float *sums = (float *)queries, *stats = sums + QUERIES * SUMS;
+    float *peaks = (float *)(shares + QUERIES * PSTRIDE);
+    Rows &rows = *(Rows *)(peaks + QUERIES * WARPS);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const int rank = blockIdx.x % CLUSTER;
+    stamp(STARTED);
 
     // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
@@ -179,187 +175,209 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     }
     __syncthreads();
     Task task = {}, next = {};
-    bool waited = false, keeps_queries = false;
-    int index = blockIdx.x;
-    bool is_there = find_task(task, index, rows, num_requests);
-    if (is_there) {
-        const int *own_table = table + (size_t)task.request * table_stride;
-        copy_pages(keys, k_cache, task, own_table, thread);
-        end_stream_group();
-        copy_pages(values, v_cache, task, own_table, thread);
-        end_stream_group();
-    }
-    // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
-    // time two groups of copies are under way, the older of which is waited for.
-    while (is_there) {
-        const int from = task.split * SPLIT, *own_table = table + (size_t)task.request * table_stride;
-        index += gridDim.x;
-        const bool goes_on = find_task(next, index, rows, num_requests);
-        const int *next_table = table + (size_t)next.request * table_stride;
-        if (!waited) {
-            // The rotary rows of the queries, on their way before they are needed.
-            const int position = task.first + (task.tile * 16 + warp) / GROUP;
-            if (lane < 4 && lane * 64 < HALF) {
-                prefetch_line(cos_table + (size_t)position * HALF + lane * 64);
-                prefetch_line(sin_table + (size_t)position * HALF + lane * 64);
-            }
+    int index = blockIdx.x / CLUSTER, pages[COPIES];
+    bool goes_on = find_task(task, index, rows, num_requests);
+    index += gridDim.x / CLUSTER;
+    bool has_next = !LONE && find_task(next, index, rows, num_requests);
+    int place = place_of(task, rank), split = task.low_split + place;
+    if (!goes_on || (place >= task.num_splits && !has_next)) {
+        // Nothing to do: leave room. A grid must not end before the one ahead of it has.
+        if (blockIdx.x == 0) {
             let_next_start();
             wait_for_inputs();
+        }
+        return;
+    }
+    bool waited = false, copies = false;
+    // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
+    // time two groups of copies are under way, the older of which is waited for.
+    while (goes_on) {
+        const int *own_table = table + (size_t)task.request * table_stride;
+        const int end_split = task.low_split + task.num_splits, live = min(task.num_splits, CLUSTER);
+        const int next_place = place_of(next, rank);
+        const bool has_part = place < task.num_splits;
+        if (has_part && !copies) {
+            find_pages(pages, task.first, split, own_table, thread);
+            copy_pages(keys, k_cache, pages, split, task.head, thread);
+            end_stream_group();
+            copy_pages(values, v_cache, pages, split, task.head, thread);
+            end_stream_group();
+        }
+        copies = false;
+        if (!waited) {
+            let_next_start();
+            stamp(ASKED);
+            wait_for_inputs();
+            stamp(WAITED);
             waited = true;
         }
-        const int num_queries = task.count * GROUP, tile = task.tile * 16;
-        const int begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
-        if (begin <= end)
-            wait_for_stream<0>();  // rows of this step go between values that must have come
-        else
-            wait_for_stream<1>();
-        __syncthreads();
-        // The task's queries, and the rows of this step whose own keys fall into this split. All programs of a
-        // (request, KV head) that share the split compute those; the first query tile's writes them.
-        for (int offset = 0; !keeps_queries && (offset < 16 || begin + offset - 16 <= end); offset += 3 * WARPS) {
-            // Three heads a warp, two queries and a key the first time: loads first, then the arithmetic.
-            uint2 raw[3], v[3], cosines[3], sines[3];
+        float acc[TILES][SLICES + 1][4] = {}, peak[TILES][2];
+        u16 gate = 0;
 #pragma unroll
-            for (int j = 0; j < 3; j++) {
-                const int i = offset + j * WARPS + warp, c = tile + i;
-                const bool is_query = i < 16;
-                const int position = is_query ? task.first + c / GROUP : begin + i - 16;
-                raw[j] = v[j] = cosines[j] = sines[j] = make_uint2(0, 0);
-                if (is_query ? c >= num_queries : position > end) continue;
-                const u16 *row = qkv + (size_t)(task.start + position - task.first) * WIDTH;
-                const int head = is_query ? task.head * GROUP + c % GROUP : H + task.head;
-                raw[j] = load_fresh4(row + head * P + lane * 4);
-                if (!is_query) v[j] = load_fresh4(row + (head + J) * P + lane * 4);
-                cosines[j] = angles(cos_table, position, lane);
-                sines[j] = angles(sin_table, position, lane);
+        for (int tile = 0; tile < TILES; tile++) peak[tile][0] = peak[tile][1] = -INF;
+        for (bool is_first = true; split < end_split; split += CLUSTER, is_first = false) {
+            const int from = split * SPLIT, begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
+            const bool stays = split + CLUSTER < end_split;
+            copies = stays || (has_next && next_place < next.num_splits);
+            const int then = stays ? split + CLUSTER : next.low_split + next_place;
+            const int then_head = stays ? task.head : next.head;
+            const int *then_table = table + (size_t)(stays ? task.request : next.request) * table_stride;
+            if (copies) find_pages(pages, stays ? task.first : next.first, then, then_table, thread);
+            if (begin <= end) {
+                wait_for_stream<0>();  // rows of this step go between keys and values that must have come
+                __syncthreads();
             }
+            // The queries, and the rows of this step whose own keys fall into this split. All clusters of a
+            // (request, KV head) compute those; the first one's program writes them.
+            const int fresh = is_first ? task.num_queries : 0, items = fresh + max(end - begin + 1, 0);
+            for (int offset = warp; offset < items; offset += AT_ONCE * WARPS) {
+                // Loads first, then the arithmetic.
+                uint2 raw[AT_ONCE], v[AT_ONCE], cosines[AT_ONCE], sines[AT_ONCE];
+                int block[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < 3; j++) {
-                const int i = offset + j * WARPS + warp;
-                const bool is_query = i < 16;
-                const int position = begin + i - 16;
-                const uint2 x = turned(raw[j], is_query ? q_by : k_by, cosines[j], sines[j], eps, lane);
-                if (is_query)
-                    *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
-                else if (position <= end) {
+                for (int j = 0; j < AT_ONCE; j++) {
+                    const int i = offset + j * WARPS, c = task.first_query + i;
+                    const bool is_query = i < fresh;
+                    const int position = is_query ? task.first + c / GROUP : begin + i - fresh;
+                    if (i >= items) continue;
+                    const u16 *row = qkv + (size_t)(task.start + position - task.first) * WIDTH;
+                    const int head = is_query ? task.head * GROUP + c % GROUP : H + task.head;
+                    raw[j] = load_fresh4(row + head * P + lane * 4);
+                    cosines[j] = angles(cos_table, position, lane);
+                    sines[j] = angles(sin_table, position, lane);
+                    if (is_query) continue;
+                    v[j] = load_fresh4(row + (head + J) * P + lane * 4);
+                    block[j] = load_fresh32(own_table + position / KV_BLOCK);
+                }
+                if (is_first && offset == warp) gate = gate_of(task, place + live * warp, qkv);
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) {
+                    const int i = offset + j * WARPS, position = begin + i - fresh;
+                    if (i >= items) continue;
+                    const bool is_query = i < fresh;
+                    const uint2 x = turned(raw[j], is_query ? q_by : k_by, cosines[j], sines[j], eps, lane);
+                    if (is_query) {
+                        *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
+                        continue;
+                    }
                     *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
                     *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[j];
-                    if (task.tile == 0) {
-                        const int block = load_fresh32(own_table + position / KV_BLOCK);
+                    if (task.first_query == 0) {
                         const size_t at =
-                            (((size_t)block * KV_BLOCK + position % KV_BLOCK) * J + task.head) * P + lane * 4;
+                            (((size_t)block[j] * KV_BLOCK + position % KV_BLOCK) * J + task.head) * P + lane * 4;
                         *(uint2 *)(k_cache + at) = x;
                         *(uint2 *)(v_cache + at) = v[j];
                     }
                 }
             }
-        }
-        __syncthreads();
-        {
-            // Scores of 16 queries and this warp's keys.
-            float scores[KEYS / 8][4] = {};
-#pragma unroll
-            for (int d = 0; d < P; d += 32) {
-                const uint4 a = *(const uint4 *)(queries + g * STRIDE + d + 8 * t);
-                const uint4 a8 = *(const uint4 *)(queries + (g + 8) * STRIDE + d + 8 * t);
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++) {
-                    const uint4 b = *(const uint4 *)(keys + (warp * KEYS + n * 8 + g) * STRIDE + d + 8 * t);
-                    multiply_block(scores[n], scores[n], a, a8, b);
-                }
-            }
-            const int position = task.first + (tile + g) / GROUP, position8 = task.first + (tile + g + 8) / GROUP;
-            float peak = -INF, peak8 = -INF;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int key = from + warp * KEYS + n * 8 + 2 * t + (i & 1), p = i < 2 ? position : position8;
-                    bool seen = key <= (CAUSAL ? p : task.last);
-                    if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
-                    scores[n][i] = seen ? scores[n][i] * scale : -INF;
-                    if (i < 2)
-                        peak = fmaxf(peak, scores[n][i]);
-                    else
-                        peak8 = fmaxf(peak8, scores[n][i]);
-                }
-            peak = fmaxf(peak, exchange(peak, 1)), peak = fmaxf(peak, exchange(peak, 2));
-            peak8 = fmaxf(peak8, exchange(peak8, 1)), peak8 = fmaxf(peak8, exchange(peak8, 2));
-            if (t == 0) peaks[warp * 16 + g] = peak, peaks[warp * 16 + g + 8] = peak8;
-            __syncthreads();
-            if (goes_on) copy_pages(keys, k_cache, next, next_table, thread);
-            end_stream_group();
-            peak = peak8 = -INF;
-            for (int w = 0; w < WARPS; w++)
-                peak = fmaxf(peak, peaks[w * 16 + g]), peak8 = fmaxf(peak8, peaks[w * 16 + g + 8]);
-            const float safe = peak == -INF ? 0.0f : peak, safe8 = peak8 == -INF ? 0.0f : peak8;
-            float total = 0.0f, total8 = 0.0f;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
-                const float p0 = exp2f(scores[n][0] - safe), p1 = exp2f(scores[n][1] - safe);
-                const float p2 = exp2f(scores[n][2] - safe8), p3 = exp2f(scores[n][3] - safe8);
-                total += p0 + p1, total8 += p2 + p3;
-                const int at = warp * KEYS + n * 8 + 2 * t;
-                *(u32 *)(shares + g * PSTRIDE + at) = pack(p0, p1);
-                *(u32 *)(shares + (g + 8) * PSTRIDE + at) = pack(p2, p3);
-            }
-            total += exchange(total, 1), total += exchange(total, 2);
-            total8 += exchange(total8, 1), total8 += exchange(total8, 2);
-            if (t == 0) totals[warp * 16 + g] = total, totals[warp * 16 + g + 8] = total8;
             wait_for_stream<1>();
             __syncthreads();
-            // Each warp its own slice of the head, over all keys of the split.
-            float acc[SLICE / 8][4] = {};
-#pragma unroll 4
+            if (is_first) stamp(PREPARED);
+            // Scores of the queries and this warp's 16 keys.
+            float scores[TILES][2][4] = {};
+#pragma unroll
+            for (int d = 0; d < P; d += 16) {
+                const uint4 b = load_matrices(keys + (warp * KEYS + (lane >> 4) * 8 + (lane & 7)) * STRIDE + d + (lane & 8));
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    const uint4 a = load_matrices(queries + (tile * 16 + (lane & 15)) * STRIDE + d + (lane >> 4) * 8);
+                    multiply(scores[tile][0], a.x, a.y, a.z, a.w, b.x, b.y);
+                    multiply(scores[tile][1], a.x, a.y, a.z, a.w, b.z, b.w);
+                }
+            }
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int p = task.first + (task.first_query + tile * 16 + g + 8 * half) / GROUP;
+                    float own_peak = -INF;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int key = from + warp * KEYS + (i >> 1) * 8 + 2 * t + (i & 1);
+                        bool seen = key <= (CAUSAL ? p : task.last);
+                        if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
+                        float &score = scores[tile][i >> 1][2 * half + (i & 1)];
+                        score = seen ? score * scale : -INF;
+                        own_peak = fmaxf(own_peak, score);
+                    }
+                    own_peak = fmaxf(own_peak, exchange(own_peak, 1)), own_peak = fmaxf(own_peak, exchange(own_peak, 2));
+                    if (t == 0) peaks[(tile * 16 + g + 8 * half) * WARPS + warp] = own_peak;
+                }
+            }
+            __syncthreads();
+            if (is_first) stamp(ROUTED);
+            if (copies) copy_pages(keys, k_cache, pages, then, then_head, thread);
+            end_stream_group();
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int query = tile * 16 + g + 8 * half;
+                    const float4 p = *(const float4 *)(peaks + query * WARPS), q = *(const float4 *)(peaks + query * WARPS + 4);
+                    const float highest = fmaxf(fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)), fmaxf(fmaxf(q.x, q.y), fmaxf(q.z, q.w)));
+                    const float now = fmaxf(peak[tile][half], highest), safe = now == -INF ? 0.0f : now;
+                    const float fade = exp2f(peak[tile][half] - safe);
+                    peak[tile][half] = now;
+#pragma unroll
+                    for (int n = 0; n <= SLICES; n++) acc[tile][n][2 * half] *= fade, acc[tile][n][2 * half + 1] *= fade;
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        *(u32 *)(shares + query * PSTRIDE + warp * KEYS + n * 8 + 2 * t) =
+                            pack(exp2f(scores[tile][n][2 * half] - safe), exp2f(scores[tile][n][2 * half + 1] - safe));
+                }
+            }
+            wait_for_stream<1>();
+            __syncthreads();
+            // Each warp its own slice of the head, over all keys of the split; and a column of ones, for the totals.
+#pragma unroll 1
             for (int k = 0; k < SPLIT; k += 32) {
-                const u16 *p = shares + g * PSTRIDE + k + 2 * t, *p8 = p + 8 * PSTRIDE;
-                const u32 a[8] = {*(const u32 *)p,         *(const u32 *)p8,        *(const u32 *)(p + 8),
-                                  *(const u32 *)(p8 + 8),  *(const u32 *)(p + 16),  *(const u32 *)(p8 + 16),
-                                  *(const u32 *)(p + 24),  *(const u32 *)(p8 + 24)};
+                uint4 b[SLICES];
 #pragma unroll
-                for (int n = 0; n < SLICE / 8; n++) {
-                    const uint4 b = load_transposed(values + (k + lane) * STRIDE + warp * SLICE + n * 8);
-                    multiply(acc[n], a[0], a[1], a[2], a[3], b.x, b.y);
-                    multiply(acc[n], a[4], a[5], a[6], a[7], b.z, b.w);
+                for (int n = 0; n < SLICES; n++)
+                    b[n] = load_transposed(values + (k + lane) * STRIDE + warp * SLICE + n * 8);
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    const u16 *at = shares + (tile * 16 + (lane & 15)) * PSTRIDE + k + (lane >> 4) * 8;
+                    const uint4 a = load_matrices(at), more = load_matrices(at + 16);
+#pragma unroll
+                    for (int n = 0; n <= SLICES; n++) {
+                        const uint4 w = n < SLICES ? b[n] : make_uint4(ONES, ONES, ONES, ONES);
+                        multiply(acc[tile][n], a.x, a.y, a.z, a.w, w.x, w.y);
+                        multiply(acc[tile][n], more.x, more.y, more.z, more.w, w.z, w.w);
+                    }
                 }
             }
+            __syncthreads();
+            if (copies) copy_pages(values, v_cache, pages, then, then_head, thread);
+            end_stream_group();
+        }
+        if (has_part) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int c = tile + g + 8 * half;
-                if (c >= num_queries || (half ? peak8 : peak) == -INF) continue;
-                const int row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
-                const size_t at = (size_t)(row * H + head) * MAX_SPLITS + task.split % MAX_SPLITS;
+            for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-                for (int n = 0; n < SLICE / 8; n++)
-                    *(float2 *)(parts + at * P + warp * SLICE + n * 8 + 2 * t) =
-                        make_float2(acc[n][2 * half], acc[n][2 * half + 1]);
-                if (warp == 0 && t == 0) {
-                    float sum = 0.0f;
-                    for (int w = 0; w < WARPS; w++) sum += totals[w * 16 + g + 8 * half];
-                    stats[at * 2] = half ? peak8 : peak;
-                    stats[at * 2 + 1] = sum;
+                for (int half = 0; half < 2; half++) {
+                    const int query = tile * 16 + g + 8 * half;
+#pragma unroll
+                    for (int n = 0; n < SLICES; n++)
+                        *(float2 *)(sums + query * SUMS + warp * SLICE + n * 8 + 2 * t) =
+                            make_float2(acc[tile][n][2 * half], acc[tile][n][2 * half + 1]);
+                    if (warp == 0 && t == 0)
+                        *(float2 *)(stats + query * 2) = make_float2(peak[tile][half], acc[tile][SLICES][2 * half]);
                 }
             }
         }
-        __syncthreads();
-        if (goes_on) copy_pages(values, v_cache, next, next_table, thread);
-        end_stream_group();
-        if (thread == 0) {
-            int *counter = arrived + (task.request * J + task.head) * MAX_TILES + task.tile;
-            *is_last = add_released(counter, 1) == task.num_splits - 1;
-            if (*is_last) *counter = 0;
+        float opened = GATE ? rounded(softplus(from_bf16(gate))) : 1.0f;
+        stamp(FIRST_DONE);
+        sync_cluster();
+        for (int query = place + live * warp; has_part && query < task.num_queries; query += live * WARPS) {
+            gate = gate_of(task, query + live * WARPS, qkv);
+            add_parts(task, query, opened, sums, stats, out, lane);
+            if (GATE) opened = rounded(softplus(from_bf16(gate)));
         }
-        __syncthreads();
-        if (*is_last) combine(task, qkv, out, parts, stats, warp, lane);
-        __syncthreads();
-        // Queries stay where they are if the next split is another of theirs, without rows of this step.
-        keeps_queries = goes_on && next.request == task.request && next.head == task.head &&
-                        next.tile == task.tile && next.split * SPLIT + SPLIT <= next.first;
-        task = next;
-        is_there = goes_on;
+        sync_cluster();  // what others read stays until they have
+        goes_on = has_next, task = next, place = next_place, split = task.low_split + place;
+        index += gridDim.x / CLUSTER;
+        has_next = !LONE && find_task(next, index, rows, num_requests);
     }
-    if (!waited) {
-        let_next_start();
-        wait_for_inputs();
-    }
+    stamp(ENDED);
 }

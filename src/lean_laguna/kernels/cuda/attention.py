@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.triton.attention import AttentionShape
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
+from lean_laguna.kernels.triton.launch import Launch, cdiv
 from lean_laguna.kernels.triton.rows import Rows
 
 WARPS = 8
 HEAD_DIM = 128
+SPLIT = 128
+"""Keys a program takes at a time."""
+TILE = 16
+"""Queries of a matrix instruction."""
 
 
-def split_keys(shape: AttentionShape) -> int:
-    """Return how many keys a program takes: fewer in a window, where there are few."""
-    return 128 if shape.window else 256
+def has_clusters(device: torch.device) -> bool:
+    """Say whether programs can share a head's keys as here: on Hopper and Blackwell's large cards."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def num_splits(shape: AttentionShape, max_model_len: int) -> int:
-    """Return how many partial sums a row can leave."""
-    keys = split_keys(shape)
-    return cdiv(shape.window + MAX_ROWS, keys) + 1 if shape.window else cdiv(max_model_len, keys)
+def cluster_programs(shape: AttentionShape) -> int:
+    """Return how many programs share the keys of a KV head: more where they may be many."""
+    return 8 if shape.window else 16
+
+
+def num_tiles(shape: AttentionShape, cols: int) -> int:
+    """Return how many tiles of queries a program takes: all of eight rows' where contexts are long."""
+    tiles = cdiv(min(cols, 8) * shape.num_heads // shape.num_kv_heads, TILE)
+    return min(tiles, 2 if shape.window else 4)
 
 
 def fits_attention(shape: AttentionShape) -> bool:
@@ -43,8 +53,6 @@ def attend(
     cache: tuple[Tensor, Tensor],
     block_table: Tensor,
     rows: Rows,
-    workspace: tuple[Tensor, Tensor],
-    arrived: Tensor,
     shape: AttentionShape,
     launch: Launch,
     *,
@@ -60,32 +68,32 @@ def attend(
         cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the rows' slots are written.
         block_table: [MAX_ROWS, .] int32.
         rows: The rows of this step.
-        workspace: Partial sums, float32 [MAX_ROWS * H * num_splits * P] and [MAX_ROWS * H * num_splits * 2]
-            at least.
-        arrived: [MAX_ROWS * H] int32 zeros, left as zeros.
         shape: Of this layer.
         launch: What the launches of a step share.
         eps: Of the query and key norms.
     """
-    keys, p = split_keys(shape), shape.head_dim
+    p, heads = shape.head_dim, shape.num_kv_heads
+    cluster, tiles = cluster_programs(shape), num_tiles(shape, launch.cols)
     source = Source.of(
         "attention",
         H=shape.num_heads,
-        J=shape.num_kv_heads,
+        J=heads,
         P=p,
         ROTARY=shape.rotary_dim,
         WINDOW=shape.window,
         CAUSAL=shape.causal,
         QK_NORM=shape.has_qk_norm,
         GATE=shape.has_gate,
-        SPLIT=keys,
+        SPLIT=SPLIT,
         KV_BLOCK=cache[0].shape[1],
-        MAX_SPLITS=num_splits(shape, rotary[0].shape[0]),
+        CLUSTER=cluster,
+        TILES=tiles,
+        LONE=launch.cols == 1,
     )
-    shared = (2 * keys + 16) * (p + 8) * 2 + 16 * (keys + 8) * 2 + 2 * WARPS * 16 * 4 + 3 * 16 * 4 + 16
-    programs = multiprocessors(qkv.device) * (2 if shape.window else 1)
-    # As many as there are KV heads, or so many times that: a program's splits are then all of one head.
-    programs -= programs % shape.num_kv_heads if programs > shape.num_kv_heads else 0
+    queries = tiles * TILE
+    shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
+    # A lone row has a cluster for each KV head, and leaves room for what comes next.
+    spread = 1 if launch.cols == 1 else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
     arguments = (
         qkv,
         out,
@@ -100,9 +108,9 @@ def attend(
     scale = p**-0.5 * 1.4426950408889634
     launch_kernel(
         source,
-        programs,
+        spread * heads * cluster,
         32 * WARPS,
         shared,
-        (*arguments, rows.num_requests, *workspace, arrived, float(eps), scale, block_table.stride(0)),
+        (*arguments, rows.num_requests, float(eps), scale, block_table.stride(0)),
         launch,
     )

@@ -12,7 +12,7 @@ from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
 from lean_laguna.kernels.triton.attention import attend
 from lean_laguna.kernels.triton.formats import Weight
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.step import Inputs, Scratch, project_qkv, rows_of, run_experts
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -20,38 +20,21 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
 
 
 class CudaLayers:
-    """Runs layers; owns the attention's workspace, shared by all of them.
+    """Runs layers; owns the routing tables, shared by all of them.
 
     Made for layers of one dtype, BF16; a layer's parts that no kernel fits run on Triton. Which kernel a part
     takes depends on its shape alone.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerWeights],
-        device: torch.device,
-        workspace: tuple[Tensor, Tensor] | None = None,
-    ):
-        """Set the workspace aside.
+    def __init__(self, device: torch.device):
+        """Set the routing tables aside.
 
         Args:
-            layers: Of the target and the drafter.
             device: Where the weights are.
-            workspace: ``Scratch.partial``, to be used instead of an own one where it is large enough.
         """
-        heads, splits = 1, 1
-        for layer in layers:
-            shape = layer.attention.shape
-            heads = max(heads, shape.num_heads)
-            splits = max(splits, cuda_attention.num_splits(shape, layer.rotary[0].shape[0]))
-        parts = MAX_ROWS * heads * splits
-        sizes = parts * cuda_attention.HEAD_DIM, parts * 2
-        if workspace is None or any(own.numel() < n for own, n in zip(workspace, sizes, strict=True)):
-            workspace = torch.zeros(sizes[0], device=device), torch.zeros(sizes[1], device=device)
-        self._workspace = workspace
-        self._arrived = torch.zeros(MAX_ROWS * heads, dtype=torch.int32, device=device)
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
+        self._attends = cuda_attention.has_clusters(device)
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
@@ -112,8 +95,7 @@ class CudaLayers:
         else:
             project_qkv(attention, hidden, qkv, n, tiles, launch, eps)
         norms = (attention.q_norm, attention.k_norm)
-        if cuda_attention.fits_attention(shape):
-            workspace = self._workspace
+        if self._attends and cuda_attention.fits_attention(shape):
             cuda_attention.attend(
                 qkv,
                 heads,
@@ -122,8 +104,6 @@ class CudaLayers:
                 cache,
                 table,
                 rows,
-                workspace,
-                self._arrived,
                 shape,
                 launch,
                 eps=eps,

@@ -6,30 +6,26 @@ import pytest
 import torch
 
 from lean_laguna.kernels.cuda import attention as module
-from lean_laguna.kernels.cuda.attention import attend, num_splits
+from lean_laguna.kernels.cuda.attention import attend
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch
 from support.kernel_twins import EPS, Scene
 
 FULL = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=128, rotary_dim=64)
-SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=128, window=70)
+SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=128, window=150)
 
 
 @pytest.fixture(autouse=True)
-def short_splits(monkeypatch):
-    """Splits of 64 keys, so that a small test crosses them."""
-    monkeypatch.setattr(module, "split_keys", lambda shape: 64)
+def small_clusters(monkeypatch):
+    """Two programs a cluster, so that a small test's programs have several splits."""
+    monkeypatch.setattr(module, "cluster_programs", lambda shape: 2)
 
 
 def scene_of(shape, contexts, counts, draw, poisoned, device):
-    scene = Scene(shape, contexts, counts, draw, poisoned, device, max_len=320, kv_block=16)
-    scene.parts = 16 * shape.num_heads * num_splits(shape, 320)
-    return scene
+    return Scene(shape, contexts, counts, draw, poisoned, device, max_len=640, kv_block=16)
 
 
-def run(scene, poisoned):
-    arrived = torch.zeros(16 * scene.shape.num_heads, dtype=torch.int32, device=scene.qkv.device)
-    workspace = (poisoned(scene.parts * 128, of=torch.float32), poisoned(scene.parts * 2, of=torch.float32))
+def run(scene, cols=16):
     attend(
         scene.qkv,
         scene.out,
@@ -38,29 +34,27 @@ def run(scene, poisoned):
         scene.cache,
         scene.table,
         scene.rows,
-        workspace,
-        arrived,
         scene.shape,
-        Launch(16),
+        Launch(cols),
         eps=EPS,
     )
-    assert not arrived.any()
     return scene.out
 
 
 CASES = [
     (FULL, [31, 0, 250], [2, 5, 6]),
-    (SLIDING, [125], [7]),
-    (SLIDING, [3, 260], [4, 2]),
-    (dataclasses.replace(SLIDING, causal=False, has_gate=False), [140, 12], [4, 3]),
-    (dataclasses.replace(FULL, causal=False), [62], [5]),
+    (FULL, [600], [8]),
+    (SLIDING, [253], [7]),
+    (SLIDING, [3, 520], [4, 2]),
+    (dataclasses.replace(SLIDING, causal=False, has_gate=False), [280, 12], [4, 3]),
+    (dataclasses.replace(FULL, causal=False), [126], [5]),
 ]
 
 
 @pytest.mark.parametrize(("shape", "contexts", "counts"), CASES)
 def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shape, contexts, counts):
     scene = scene_of(shape, contexts, counts, draw, poisoned, device)
-    out = run(scene, poisoned)
+    out = run(scene)
     for r, (y, k, v, at) in enumerate(scene.expected()):
         own = slice(scene.starts[r], scene.starts[r] + counts[r])
         torch.testing.assert_close(out[own], y, atol=3e-2, rtol=3e-2)
@@ -72,16 +66,19 @@ def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shap
 
 @pytest.mark.parametrize("shape", [FULL, SLIDING])
 def test_a_verified_row_has_the_bits_of_plain_decoding(draw, poisoned, device, shape):
-    before, n = 125, 7
+    before, n = 381, 7
     block = scene_of(shape, [before], [n], draw, poisoned, device)
-    together = run(block, poisoned).clone()
+    together = run(block).clone()
     for i in range(n):
-        alone = scene_of(shape, [40, before + i], [3, 1], draw, poisoned, device)
-        alone.norms, alone.rotary = block.norms, block.rotary
-        at = torch.arange(before + i, device=device)
-        source, slot = block.place(0, at)
-        to, to_slot = alone.place(1, at)
-        for mine, theirs in zip(alone.cache, block.cache, strict=True):
-            mine[to, to_slot] = theirs[source, slot]
-        alone.qkv[3] = block.qkv[i]
-        assert torch.equal(run(alone, poisoned)[3].view(torch.int16), together[i].view(torch.int16))
+        for contexts, cols in (([40, before + i], 16), ([before + i], 1)):
+            r = len(contexts) - 1
+            alone = scene_of(shape, contexts, [3, 1][-len(contexts) :], draw, poisoned, device)
+            alone.norms, alone.rotary = block.norms, block.rotary
+            at = torch.arange(before + i, device=device)
+            source, slot = block.place(0, at)
+            to, to_slot = alone.place(r, at)
+            for mine, theirs in zip(alone.cache, block.cache, strict=True):
+                mine[to, to_slot] = theirs[source, slot]
+            alone.qkv[3 * r] = block.qkv[i]
+            row = run(alone, cols)[3 * r]
+            assert torch.equal(row.view(torch.int16), together[i].view(torch.int16))
