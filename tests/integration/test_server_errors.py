@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -190,6 +192,24 @@ def test_a_chat_that_is_too_long_says_so_in_each_api(server: RunningServer) -> N
         server.post("/v1/responses", input="word " * 3000).json()["error"]["code"]
         == "context_length_exceeded"
     )
+
+
+def test_a_prompt_that_no_counting_could_make_fit_costs_nothing(server: RunningServer) -> None:
+    text, many = "word " * 2_000_000, ["word " * 3000] * 2000
+    started = time.monotonic()
+    for path, body, field in (
+        (COMPLETIONS, {"prompt": text}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+        (COMPLETIONS, {"prompt": many}, "n"),
+    ):
+        told = server.post(path, **body, max_tokens=7)
+        assert told.status_code == 400
+        assert told.json()["error"]["param"] == field
+        if field != "n":
+            assert re.search(
+                r"requested \d+ tokens or more \(\d+ or more in", told.json()["error"]["message"]
+            )
+    assert time.monotonic() - started < 10  # encoding them takes minutes
 
 
 def test_options_that_ask_for_nothing_are_taken(server: RunningServer) -> None:

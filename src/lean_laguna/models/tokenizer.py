@@ -25,6 +25,9 @@ from lean_laguna.core.errors import CheckpointError, RequestError
 from lean_laguna.models.generation_config import GENERATION_CONFIG_FILE, read_eos_token_ids, read_json_object
 
 ASSISTANT_END = "</assistant>"
+_LONG_TEXT = 10_000
+"""Characters from which on a text is encoded with Python's other threads running (which a short one is not
+worth)."""
 
 
 class Tokenizer:
@@ -99,8 +102,21 @@ class Tokenizer:
                 f"the text holds an unpaired surrogate, {text[error.start]!r}, at character {error.start}",
                 param="prompt",
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The package's ``encode`` holds Python's lock till it is done; its batches let go of it.
+        if len(text) < _LONG_TEXT:
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number that the tokens of ``text`` cannot be fewer than, without encoding it.
+
+        It is the text's bytes over those of the longest token, and 0 where a token may stand for more than it
+        spells.
+        """
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest) if self._longest else 0
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of ``text``, and for each the characters it stands for, as start and end."""
@@ -137,6 +153,17 @@ class Tokenizer:
         """Return what the ``tokenizers`` package makes of ``ids``, unfinished characters as U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token; 0 where text can vanish: normalised, dropped, or swallowed as space."""
+        pre = self._backend.pre_tokenizer
+        is_dropping = pre is not None and b'"Removed"' in pre.__getstate__()
+        added = self._backend.get_added_tokens_decoder().values()
+        is_swallowing = any(token.lstrip or token.rstrip for token in added)
+        if not self.is_byte_level or self._backend.normalizer is not None or is_dropping or is_swallowing:
+            return 0
+        return max(map(len, self._byte_table))
 
     @functools.cached_property
     def _byte_table(self) -> list[bytes]:

@@ -59,7 +59,9 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
         RequestError: The same.
     """
     rendered, tools = render_chat(service, body)
-    ids = await service.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    ids = await service.encode_prompt(
+        rendered, _asked(body), "messages", add_special_tokens=bool(body.add_special_tokens)
+    )
     params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
     return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
 
@@ -143,14 +145,17 @@ def thinking_budget(body: ChatRequest) -> int | None:
     return next(iter(found.values()), None)
 
 
+def _asked(body: ChatRequest) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
 def _params(
     service: Service, body: ChatRequest, num_prompt_tokens: int, output: StructuredOutputs | None
 ) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     fixed: dict[str, Any] = {
-        "max_tokens": service.max_tokens(asked, num_prompt_tokens, "messages"),
+        "max_tokens": service.max_tokens(_asked(body), num_prompt_tokens, "messages"),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "structured_outputs": output,
         "thinking_token_budget": thinking_budget(body),

@@ -57,6 +57,7 @@ class _Job:
 async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     hides_output = body.max_tokens == 0 and bool(body.echo)
     texts = _prompts(body.prompt)
+    service.check_count(len(texts))
     prompts = []
     for text in texts:
         ids = await _encode(service, body, text)
@@ -96,7 +97,8 @@ def _prompts(given: Any) -> list[str | list[int]]:
 
 async def _encode(service: Service, body: CompletionRequest, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        ids = await service.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        adds = body.add_special_tokens is not False
+        ids = await service.encode_prompt(prompt, body.max_tokens, "prompt", add_special_tokens=adds)
     else:
         ids = tuple(prompt)
     if not ids:

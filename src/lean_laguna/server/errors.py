@@ -39,7 +39,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_error(limit: int, num_prompt_tokens: int, max_tokens: int, what: str) -> ApiError:
+def context_length_error(
+    limit: int, num_prompt_tokens: int, max_tokens: int, what: str, *, or_more: bool = False
+) -> ApiError:
     """Return the error for a prompt that does not fit, in the words that agents look for.
 
     Args:
@@ -47,11 +49,13 @@ def context_length_error(limit: int, num_prompt_tokens: int, max_tokens: int, wh
         num_prompt_tokens: Tokens of the prompt.
         max_tokens: Tokens asked for the output.
         what: The field that holds the prompt: ``messages`` or ``prompt``.
+        or_more: The prompt was not counted to its end.
     """
+    more = " or more" if or_more else ""
+    all_tokens, in_prompt = f"{num_prompt_tokens + max_tokens} tokens{more}", f"{num_prompt_tokens}{more}"
     return bad_request(
         f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {what}, {max_tokens} in the "
-        f"completion). Please reduce the length of the {what} or completion.",
+        f"{all_tokens} ({in_prompt} in the {what}, {max_tokens} in the completion). Please reduce the length of the {what} or completion.",
         what if num_prompt_tokens >= limit else "max_tokens",
         CONTEXT_LENGTH,
     )

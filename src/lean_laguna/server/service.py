@@ -118,10 +118,30 @@ class Service:
                 code="model_not_found",
             )
 
+    async def encode_prompt(
+        self, text: str, asked: int | None, what: str, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt; one that cannot fit is refused before it costs anything.
+
+        Args:
+            text: The prompt.
+            asked: The request's own limit of the output.
+            what: The field that holds the prompt.
+            add_special_tokens: Also apply the tokenizer's own template.
+
+        Raises:
+            ApiError: 400, it does not fit the context, whatever its tokens are.
+        """
+        limit, fewest = self.llm.engine.max_model_len, self.tokenizer.fewest_tokens(text)
+        if fewest >= limit:
+            raise context_length_error(limit, fewest, max(asked or 1, 1), what, or_more=True)
+        return await self.encode(text, add_special_tokens=add_special_tokens)
+
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text, and let others have their turn."""
         tokenizer = self.tokenizer
         if len(text) < _LONG_TEXT:
+            await asyncio.sleep(0)  # one of many prompts, perhaps
             return tuple(tokenizer.encode(text, add_special_tokens))
         return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
 
@@ -147,6 +167,24 @@ class Service:
         left = limit - num_prompt_tokens
         return min(left, self.defaults().get("max_tokens") or left)
 
+    @property
+    def max_live_seqs(self) -> int:
+        """Completions that may run or wait."""
+        return self.llm.config.max_num_seqs + self.config.max_queued_seqs
+
+    def check_count(self, num_seqs: int) -> None:
+        """Refuse a request for more completions than could ever run or wait.
+
+        Raises:
+            ApiError: 400.
+        """
+        if num_seqs > self.max_live_seqs:
+            raise bad_request(
+                f"the request asks for {num_seqs} completions (prompts times n); this server takes "
+                f"{self.max_live_seqs} at once",
+                "n",
+            )
+
     async def submit(self, prompts: Sequence[Prompt]) -> Stream:
         """Hand a request to the engine.
 
@@ -155,13 +193,8 @@ class Service:
             RequestError: It can never be served.
         """
         stream = Stream(list(prompts))
-        limit = self.llm.config.max_num_seqs + self.config.max_queued_seqs
-        if stream.num_seqs > limit:
-            raise bad_request(
-                f"the request asks for {stream.num_seqs} completions (prompts times n); this server takes "
-                f"{limit} at once",
-                "n",
-            )
+        self.check_count(stream.num_seqs)
+        limit = self.max_live_seqs
         if self.engine.num_live_seqs + stream.num_seqs > limit:
             raise ApiError(
                 429,

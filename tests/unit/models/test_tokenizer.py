@@ -1,5 +1,6 @@
 import itertools
 import json
+import threading
 import time
 
 import pytest
@@ -51,6 +52,34 @@ def test_any_ids_decode_as_the_tokenizers_package_does_but_for_an_unfinished_tai
         assert "".join(pushed(TOKENIZER, ids, cuts, skip)) == text
         reference = BACKEND.decode(ids, skip_special_tokens=skip)
         assert reference == text or reference == text + "\ufffd"
+
+
+@given(ANY_TEXT)
+def test_a_text_has_no_fewer_tokens_than_its_length_says(text):
+    assert TOKENIZER.fewest_tokens(text) <= len(TOKENIZER.encode(text))
+    assert (TOKENIZER.fewest_tokens(text) > 0) == bool(text)
+
+
+@pytest.mark.parametrize("change", [{"normalizer": {"type": "NFKC"}}, {"lstrip": True}])
+def test_nothing_is_said_of_a_text_s_tokens_where_text_can_vanish(change):
+    source = json.loads(byte_level_json())
+    source["added_tokens"][0] |= {key: value for key, value in change.items() if key != "normalizer"}
+    source["normalizer"] = change.get("normalizer")
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(source)))
+    assert tokenizer.fewest_tokens("x" * 1000) == 0
+
+
+def test_a_long_text_has_the_tokens_of_its_encoding_and_leaves_other_threads_running():
+    text = "def f(日, é): 😀<think>\n" * 6_000
+    ticks, done = 0, threading.Event()
+    found = []
+    thread = threading.Thread(target=lambda: (found.extend(TOKENIZER.encode(text)), done.set()))
+    thread.start()
+    while not done.wait(0.001):
+        ticks += 1
+    thread.join()
+    assert found == BACKEND.encode(text, add_special_tokens=False).ids
+    assert ticks > 5
 
 
 def test_special_tokens_are_left_out_on_demand_and_role_tags_are_not():

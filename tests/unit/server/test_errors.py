@@ -18,6 +18,8 @@ def test_the_context_error_holds_both_numbers_in_the_words_agents_look_for():
         }
     }
     assert context_length_error(100, 100, 1, "messages").param == "messages"
+    uncounted = str(context_length_error(100, 500, 20, "prompt", or_more=True))
+    assert "requested 520 tokens or more (500 or more in the prompt, 20 in the completion)" in uncounted
     anthropic = error_body(error)
     assert anthropic["type"] == "error"
     assert anthropic["error"]["message"].startswith("prompt is too long: ")
