@@ -55,8 +55,8 @@ def context_length_error(
     all_tokens, in_prompt = f"{num_prompt_tokens + max_tokens} tokens{more}", f"{num_prompt_tokens}{more}"
     return bad_request(
         f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{all_tokens} ({in_prompt} in the {what}, {max_tokens} in the completion). Please reduce the length of "
-        f"the {what} or completion.",
+        f"{all_tokens} ({in_prompt} in the {what}, {max_tokens} in the completion). Please reduce the "
+        f"length of the {what} or completion.",
         what if num_prompt_tokens >= limit else "max_tokens",
         CONTEXT_LENGTH,
     )
