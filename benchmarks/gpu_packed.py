@@ -117,14 +117,42 @@ class Build:
             found[str(n)] = round(self._time(programs.columns(n)), 4)
         lanes.put_rows(sequence, first, many, tokens)
         together = self._logits(programs.columns(many), many)
+        lanes.put_rows(sequence, first, many // 2, tokens[: many // 2])
+        narrow = self._logits(programs.columns(many // 2), many // 2)
         alone = []
         for i in range(many):
             lanes.put_rows(sequence, first + i, 1, tokens[i : i + 1])
             alone.append(self._logits(programs.columns(1), 1)[0])
+        lanes.put_rows(sequence, first, 1, tokens[:1])
+        stamps = self._stamps() if self.args.stamps else {}
         engine.abort(state.request_id)
-        different = int((torch.stack(alone) != together).any(1).sum())
-        rows = {"rows_compared": many, "rows_different": different, "finite": bool(together.isfinite().all())}
-        return {"step_ms": found, **rows}
+        different = [(torch.stack(alone[: len(rows)]) != rows).any(1) for rows in (narrow, together)]
+        rows = {
+            "rows_compared": sum(map(len, different)),
+            "rows_different": int(torch.cat(different).sum()),
+            "finite": bool(together.isfinite().all()),
+        }
+        return {"step_ms": found, **rows, **stamps}
+
+    def _stamps(self) -> dict[str, Any]:
+        """Return where the blocks of the last layer are in a step of one row, in microseconds."""
+        from kernel_variants import STAMPED_BLOCKS, last_layer, variant
+
+        step = self._step(self.engine.programs.columns(1), logits=False)
+        with variant(STAMPS=STAMPED_BLOCKS) as launched:
+            self.engine.programs._cuda_layers.compile_ahead([step.run])
+            step.run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step.run()
+
+        def replay() -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+
+        lines = last_layer(launched, replay)
+        shared = [f"{source.name} {grid} x {size} B" for source, grid, size in launched[-6:]]
+        return {"stamps": lines, "shared": shared}
 
     def _step(self, cols: int, *, logits: bool) -> Any:
         return self.engine.programs._target_step(cols, taps=False, logits=logits)
@@ -188,9 +216,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     build = Build(name, args)
     found: dict[str, Any] = {"memory": build.memory()}
     found["tok_per_s"] = build.speed(0)
-    found |= build.rows()
     if name in args.sweep.split(","):
         found["drafts"] = {str(k): build.speed(k, 2) for k in SWEEP}
+    print(name, found, flush=True)
+    found |= build.rows()
     return found
 
 
@@ -203,6 +232,7 @@ def main() -> None:
     parser.add_argument("--shape", default="laguna-xs")
     parser.add_argument("--kernels", default="triton")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds; no build starts after it")
+    parser.add_argument("--stamps", action="store_true", help="where a layer's time goes, CUDA C++ only")
     parser.add_argument("--no-checks", action="store_true", help="of tiles and single products")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -229,6 +259,7 @@ def main() -> None:
     for name, entry in found["builds"].items():
         if isinstance(entry, dict) and "tok_per_s" in entry:
             print(f"{name:16s} {entry['tok_per_s']} tok/s  {entry['step_ms']}  drafts {entry.get('drafts')}")
+            print(*entry.get("shared", ()), *entry.get("stamps", ()), sep="\n  ")
 
 
 if __name__ == "__main__":
