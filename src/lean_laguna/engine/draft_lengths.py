@@ -27,7 +27,7 @@ class DraftLengths:
         self.controller = controller
         self.num_made_tokens: int | None = None
         self._context_len = 0
-        self._chosen: list[int] = []
+        self._chosen_of: dict[SequenceState, int] = {}
         self._num_drafted = self._num_accepted = 0
 
     def choose(self, sequences: Sequence[SequenceState]) -> list[int]:
@@ -45,14 +45,15 @@ class DraftLengths:
         if schedule is not None and not following:
             schedule.costs = None
         self.num_made_tokens = chosen if schedule is not None and schedule.costs is not None else None
-        self._chosen = [
+        lengths = [
             min(
                 chosen if s.follows_engine else s.request.num_speculative_tokens or 0,
                 s.completion.num_remaining - 1,
             )
             for s in sequences
         ]
-        return self._chosen
+        self._chosen_of = dict(zip(sequences, lengths, strict=True))
+        return lengths
 
     def observe(
         self,
@@ -77,7 +78,9 @@ class DraftLengths:
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
             return
-        if any(num_drafts > chosen for (num_drafts, _), chosen in zip(accepted, self._chosen, strict=True)):
+        # Steps that were launched ahead speak for fewer sequences, once some of them have ended.
+        chosen = [self._chosen_of.get(sequence, 0) for sequence in sequences]
+        if any(num_drafts > most for (num_drafts, _), most in zip(accepted, chosen, strict=True)):
             return
         schedule = self.controller.schedule
         self.controller.observe(

@@ -128,3 +128,14 @@ def test_plain_steps_say_nothing_about_a_drafter(capsys):
     for _ in range(300):
         lengths.observe([], [(0, 0)], draft_s=0.0, verify_s=0.0)
     assert not capsys.readouterr().err
+
+
+def test_a_step_launched_ahead_may_speak_for_fewer_sequences_than_were_chosen_for():
+    engine, controller = run([(7, 30, None), (8, 30, None)], num_steps=4)
+    first, second = engine.scheduler.running
+    lengths = DraftLengths(controller)
+    assert lengths.choose([first, second]) == [6, 6]
+    lengths.observe([second], [(6, 2)], draft_s=1.0, verify_s=1.0)
+    assert controller.told[-1][:2] == (6, 1)
+    lengths.observe([second], [(7, 2)], draft_s=1.0, verify_s=1.0)
+    assert controller.told[-1][3] == [(6, 2)]
