@@ -63,6 +63,7 @@ class DraftLengths:
         draft_s: float,
         verify_s: float,
         num_made_tokens: int | None = None,
+        is_usual: bool = True,
     ) -> None:
         """Report a step that only decoded.
 
@@ -74,6 +75,7 @@ class DraftLengths:
             draft_s: Seconds for proposing and for the drafter's context.
             verify_s: Seconds for the rest.
             num_made_tokens: Longest draft made for it, where it was scheduled.
+            is_usual: The times are those of steps of this length.
         """
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
@@ -92,6 +94,7 @@ class DraftLengths:
             accepted=accepted,
             unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
             num_made_tokens=num_made_tokens,
+            is_usual=is_usual,
         )
 
     def _check_acceptance(self, accepted: Sequence[tuple[int, int]]) -> None:

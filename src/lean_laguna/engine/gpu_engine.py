@@ -36,6 +36,7 @@ from lean_laguna.engine.scheduler import PrefillChunk, SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.models.kv_cache import KVGroup
 from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.spec.draft_shape import StepShape
 from lean_laguna.spec.proposer import DFlashProposer
 
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
@@ -91,6 +92,8 @@ class GpuEngine(LLMEngine):
         self._watcher: LogitsWatcher | None = None
         self._programs.warm_up()
         self._schedule = self.controller.schedule if self.controller is not None else None
+        if self.controller is not None:
+            self.controller.shape = StepShape(MAX_ROWS, (NARROW, MAX_ROWS))
         if self._schedule is not None:
             self._schedule.row_tiles = (NARROW, MAX_ROWS)
             self._schedule.compares_caps = False  # another number of rows lays all requests out anew
@@ -248,6 +251,7 @@ class GpuEngine(LLMEngine):
                 self._prepare(sequence)
             num_drafts = [lengths[i] for i in cut]
             lane = self._lanes.make(own, num_drafts, drafter.mask_token if drafter is not None else 0)
+            lane.num_asked = max(num_drafts)
             self._running.append(lane)
             if any(num_drafts):
                 self._lanes.load(lane)
@@ -292,12 +296,13 @@ class GpuEngine(LLMEngine):
         logits = lanes.read_logits_later() if self._watcher is not None else None
         verified = mark(device)
         made, lane.num_made_tokens = lane.num_made_tokens, None
+        asked, lane.num_asked = lane.num_asked, max((wanted[i] for i in live), default=0)
         if any(wanted):
             programs.run("propose", cols, filtered=filtered)
             lane.num_made_tokens = self._draft_lengths.num_made_tokens
         said = lanes.read_later()
         lane.num_under_way += 1
-        return Launched(lane, said, (start, verified, mark(device)), logits, made, cols > NARROW)
+        return Launched(lane, said, (start, verified, mark(device)), logits, made, cols > NARROW, asked)
 
     def _read_round(self, deltas: list[CompletionDelta]) -> None:
         """Wait for the oldest step under way and commit what it said."""
@@ -306,6 +311,7 @@ class GpuEngine(LLMEngine):
         counts: list[tuple[int, int]] = []
         draft_s, verify_s, is_known = 0.0, 0.0, a_round.is_alone
         chances: list[tuple[float, ...] | None] = []
+        is_usual = True
         for launched in a_round.launched:
             self._lanes.wait(launched.marks[2])
             lane, lane_s = launched.lane, seconds_between(*launched.marks[:2])
@@ -316,6 +322,11 @@ class GpuEngine(LLMEngine):
                 chances.append(own_chances)
             num_rows = sum(1 + count[0] for _, count, _ in spoke)
             self._prices.costs.observe(num_rows, lane_s, is_wide=launched.is_wide)
+            # Not so where a request's end cut the drafts, or where the step before or after is a wider one.
+            num_sent = max((count[0] for _, count, _ in spoke), default=0)
+            is_whole = launched.num_made_tokens is not None or num_sent == launched.num_asked
+            is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
+            is_usual = is_usual and is_whole and not is_widened
             if lane.draft_s is None and lane.first_drafts is not None and self._schedule is None:
                 # So that a length tried for one step, which lays everything out anew, teaches something.
                 lane.draft_s = seconds_between(*lane.first_drafts)
@@ -329,7 +340,12 @@ class GpuEngine(LLMEngine):
                 self._schedule.note([num for num, _ in counts], chances)
             made = a_round.launched[0].num_made_tokens
             self._draft_lengths.observe(
-                sequences, counts, draft_s=draft_s, verify_s=verify_s, num_made_tokens=made
+                sequences,
+                counts,
+                draft_s=draft_s,
+                verify_s=verify_s,
+                num_made_tokens=made,
+                is_usual=is_usual,
             )
 
     def _commit(

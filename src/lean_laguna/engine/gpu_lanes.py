@@ -52,6 +52,7 @@ class Launched:
         logits: Host copy of the verified rows' logits, where somebody watches them.
         num_made_tokens: Longest draft that was made for it, where it is scheduled; else None.
         is_wide: Its products are of ``MAX_ROWS`` columns.
+        num_asked: Longest draft that was asked for.
     """
 
     lane: Lane
@@ -60,6 +61,7 @@ class Launched:
     logits: Tensor | None = None
     num_made_tokens: int | None = None
     is_wide: bool = False
+    num_asked: int = 0
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class Lane:
         draft_s: Seconds that the drafts to be verified next took; None before the first are verified.
         first_drafts: Start and end of the drafts made when it was laid out.
         num_made_tokens: Longest of the drafts to be verified next, where they are scheduled; else None.
+        num_asked: Longest of the drafts to be verified next, as asked for: a request's end may cut it.
         chances: Of the drafts to be verified next, cut ones included, by entry: that each is accepted if
             those before it are; None where not known.
         num_under_way: Steps launched and not read.
@@ -100,6 +103,7 @@ class Lane:
     draft_s: float | None = None
     first_drafts: tuple[Mark, Mark] | None = None
     num_made_tokens: int | None = None
+    num_asked: int = 0
     chances: list[tuple[float, ...]] | None = None
     num_under_way: int = 0
     row_start: list[int] = field(default_factory=list)

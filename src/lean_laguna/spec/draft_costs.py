@@ -7,37 +7,43 @@ same estimates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from lean_laguna.spec.draft_shape import StepShape
+
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
-_GROWTH_PER_ROW = 0.1  # verification time added by a row where nothing else is known
-_DECAY = 0.98  # weight that what happened to a draft keeps with each later draft: about 50 count
-_PRIOR_RATE = 0.75  # acceptance of the first draft before any was seen
+_DECAY = 0.985  # weight that what happened to a draft keeps with each later draft: about 65 count
+_PRIOR_RATE = 0.8  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
+_HOPED_RATE = 0.95  # the same, where the question is whether drafting could still pay
 _SURPRISE = 2.0  # summed misses of the expectation, in whole drafts, that mean the text has changed
 _KEPT_AFTER_SURPRISE = 0.2  # weight that the past keeps then
+
+Shape = Callable[[int], tuple[float, float]]
+"""Draft and verification times by draft length that are right beside each other, in any unit."""
 
 
 class StepTimes:
     """Times of decode steps by number of draft tokens, for one batch size and context length.
 
     Attributes:
-        prior: Times under other conditions that lend their shape where this one has no observation.
+        shape: Lends its form where a length has not been observed.
     """
 
-    def __init__(self, prior: StepTimes | None = None):
-        self.prior = prior
+    def __init__(self, shape: Shape | None = None):
+        self.shape: Shape = shape or partial(StepShape().times, 1)
         self._samples: dict[int, deque[tuple[float, float]]] = {}
         self._medians: dict[int, tuple[float, float]] = {}
 
     def add(self, num_draft_tokens: int, draft_s: float | None, verify_s: float) -> None:
         """Take one step's times in seconds; None where drafting was not for this length."""
         if draft_s is None:
-            draft_s = verify_s if self.is_empty and self.prior is None else self.estimate(num_draft_tokens)[0]
+            draft_s = verify_s if self.is_empty else self.estimate(num_draft_tokens)[0]
         samples = self._samples.setdefault(num_draft_tokens, deque(maxlen=_WINDOW))
         samples.append((draft_s, verify_s))
-        middle = len(samples) // 2
+        middle = (len(samples) - 1) // 2  # the lesser of two: the first step of a kind is often slow
         self._medians[num_draft_tokens] = (
             sorted([sample[0] for sample in samples])[middle],
             sorted([sample[1] for sample in samples])[middle],
@@ -55,46 +61,46 @@ class StepTimes:
     def estimate(self, num_draft_tokens: int) -> tuple[float, float]:
         """Return seconds of drafting and of verification.
 
-        As measured; else the prior's, scaled to the nearest measured length; else on the line between the
-        measured lengths around it.
+        As measured; else between the measured lengths around it, as far as the shape is; else the shape's,
+        scaled to the nearest measured length.
         """
         measured = self._medians.get(num_draft_tokens)
         if measured is not None:
             return measured
-        if self.prior is not None:
-            return self._scaled_prior(num_draft_tokens)
+        if not self._medians:
+            return self.shape(num_draft_tokens)
         below = max((k for k in self._medians if k < num_draft_tokens), default=None)
         above = min((k for k in self._medians if k > num_draft_tokens), default=None)
         if below is not None and above is not None:
-            share = (num_draft_tokens - below) / (above - below)
-            low, high = self._medians[below], self._medians[above]
-            # A drafter's pass costs much the same at any length; only "no pass" is cheaper.
-            draft_s = high[0] if below == 0 else low[0] + share * (high[0] - low[0])
-            return draft_s, low[1] + share * (high[1] - low[1])
+            return self._between(below, num_draft_tokens, above)
         nearest = below if below is not None else above
-        assert nearest is not None, "no observation to estimate from"
-        draft_s, verify_s = self._medians[nearest]
-        growth = 1 + _GROWTH_PER_ROW * (num_draft_tokens - nearest)
-        return (draft_s if num_draft_tokens else 0.0), verify_s * max(growth, 0.5)
+        assert nearest is not None
+        return self._scaled(nearest, num_draft_tokens)
 
-    def _scaled_prior(self, num_draft_tokens: int) -> tuple[float, float]:
-        assert self.prior is not None
-        draft_s, verify_s = self.prior.estimate(num_draft_tokens)
-        if not self._medians:
-            return draft_s, verify_s
-        nearest = min(self._medians, key=lambda k: (abs(k - num_draft_tokens), k))
-        before = sum(self.prior.estimate(nearest))
-        scale = sum(self._medians[nearest]) / before if before > 0 else 1.0
-        return draft_s * scale, verify_s * scale
+    def _between(self, below: int, length: int, above: int) -> tuple[float, float]:
+        low, high = self._medians[below], self._medians[above]
+        at_low, at, at_high = (self.shape(k)[1] for k in (below, length, above))
+        share = (at - at_low) / (at_high - at_low) if at_high > at_low else 0.5
+        # A drafter's pass costs much the same at any length; only "no pass" is cheaper.
+        along = (length - below) / (above - below)
+        draft_s = high[0] if below == 0 else low[0] + along * (high[0] - low[0])
+        return draft_s, low[1] + min(1.0, max(0.0, share)) * (high[1] - low[1])
+
+    def _scaled(self, nearest: int, length: int) -> tuple[float, float]:
+        draft_s, verify_s = self._medians[nearest]
+        known, wanted = self.shape(nearest), self.shape(length)
+        scale = verify_s / known[1] if known[1] > 0 else 1.0
+        draft_scale = draft_s / known[0] if nearest and known[0] > 0 else scale
+        return wanted[0] * draft_scale, wanted[1] * scale
 
     def to_dict(self) -> dict[str, list[float]]:
         """Return the medians: draft length to [draft_s, verify_s]."""
         return {str(k): list(times) for k, times in sorted(self._medians.items())}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> StepTimes:
+    def from_dict(cls, given: Mapping[str, Any], shape: Shape | None = None) -> StepTimes:
         """Start from stored medians, each counting as one observation."""
-        times = cls()
+        times = cls(shape)
         for length, (draft_s, verify_s) in given.items():
             times.add(int(length), float(draft_s), float(verify_s))
         return times
@@ -145,12 +151,15 @@ class AcceptanceRates:
         self._deficit = max(0.0, self._deficit - (gap + slack) / (num_draft_tokens + 1))
         return max(self._surplus, self._deficit) > _SURPRISE
 
-    def tokens_per_step(self) -> list[float]:
+    def tokens_per_step(self, *, hoped: bool = False) -> list[float]:
         """Return the expected tokens of a step, bonus included, for 0, 1, 2, ... drafts.
 
         A position is pulled towards the one before it, the first towards a constant, by two drafts' weight.
+
+        Args:
+            hoped: What could be expected at best, as long as little was seen.
         """
-        expected, reached, rate = [1.0], 1.0, _PRIOR_RATE
+        expected, reached, rate = [1.0], 1.0, _HOPED_RATE if hoped else _PRIOR_RATE
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
             rate = (accepted + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
             reached *= rate

@@ -1,69 +1,48 @@
 """How many tokens to draft: fixed, or chosen while running from measured time and acceptance.
 
 The length that maximises expected tokens per second is used: (1 + sum of acceptance) / (draft + verify time),
-for the present batch size and context length. A length of 0 is plain decoding.
+for the present batch size and context length. A length of 0 is plain decoding. The first step takes what is
+likely best, by what steps usually cost beside each other; what has been measured replaces that, also for
+batch sizes and context lengths that come later.
 
 What was learned can be kept in a profile, one per machine, models and precision.
 
-Bound: once a start-up of a few steps per length is over, at most `Policy.explore_share` of the time goes to
-trying other lengths, and a better one is taken up when it gains more than `Policy.hysteresis`. So with true
-estimates decoding is at most the sum of the two slower than the best length, plain decoding among them.
+Bound: trials of other lengths cost at most `Policy.start_steps` steps and `Policy.explore_share` of the time,
+and a better length is taken up when it gains more than `Policy.hysteresis`. So with true estimates decoding
+is at most the sum of the two shares slower than the best length, plain decoding among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lean_laguna.core.config import DraftLength
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
+from lean_laguna.spec.draft_costs import AcceptanceRates, Shape, StepTimes
 from lean_laguna.spec.draft_schedule import DraftSchedule
+from lean_laguna.spec.draft_shape import StepShape
+from lean_laguna.spec.draft_trials import Estimates, Policy, Trials
 from lean_laguna.spec.scheduled_steps import ScheduledSteps
 
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_EVERY = 4  # steps between looks at all lengths: a look costs as much as a small kernel
+_PLAN_ALWAYS = 16  # steps of a kind that are looked at one by one
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How bold the controller is.
-
-    Attributes:
-        explore_share: Share of decode time that trying other lengths may cost, as measured, in [0, 1].
-        hysteresis: Gain in tokens per second that a change of length must promise.
-        startup_repeats: Steps at each start-up length where nothing is known; the lengths are 0, 1, 3, 7, ...
-            (1, 2, 4, 8, ... rows) and the longest.
-        min_repeats: Observations below which a promising length is tried again.
-        recheck_steps: Steps after which a length that could be better is tried again.
-        max_saved_steps: Exploration time that may be saved up, in steps at the present length.
-    """
-
-    explore_share: float = 0.02
-    hysteresis: float = 0.02
-    startup_repeats: int = 3
-    min_repeats: int = 3
-    recheck_steps: int = 256
-    max_saved_steps: float = 4.0
 
 
 class _Cell:
     """What is known, and what is used, at one batch size and context length."""
 
-    def __init__(self, times: StepTimes, is_known: bool = False):
+    def __init__(self, times: StepTimes, policy: Policy):
         self.times = times
-        self.is_known = is_known
+        self.trials = Trials(policy)
         self.current: int | None = None
-        self.tokens_per_s: list[float] = []  # by draft length, as of the last plan
-        self.fixed_tokens_per_s: list[float] = []  # of steps that send all drafts
+        self.rates: list[float] = []  # tokens per second of one sequence by draft length, as of the last plan
+        self.plan_left = 0
         self.num_steps = 0
-        self.last_tried: dict[int, int] = {}
-        self.probe: int | None = None
-        self.probe_paid = False
-        self.saved_s = 0.0
         self.scheduled = ScheduledSteps()
 
 
@@ -71,6 +50,9 @@ class DraftLengthController:
     """Chooses the draft length of every step; owned by one engine.
 
     Deterministic: choices follow from the observations alone. They decide speed, never tokens.
+
+    Attributes:
+        shape: What steps cost beside each other before they were timed.
     """
 
     def __init__(
@@ -102,12 +84,11 @@ class DraftLengthController:
         self.max_draft_tokens = max_draft_tokens
         self.policy = policy or Policy()
         self.schedule = schedule
+        self.shape = StepShape()
         self._fixed = None if num_speculative_tokens == "auto" else num_speculative_tokens
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._rates: dict[int, AcceptanceRates] = {}
         self._last_key = (0, 0)
-        lengths = {2**i - 1 for i in range(max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
-        self._startup = sorted(length for length in lengths if length <= max_draft_tokens)
         if profile is not None:
             self.restore(profile)
 
@@ -122,38 +103,58 @@ class DraftLengthController:
             context_len: Longest context among them, in tokens.
             may_schedule: False where others share the step.
         """
-        length = self._choose_fixed(batch, context_len)
-        if self.schedule is None:
-            return length
-        cell = self._cells.get(self._last_key)
-        is_fixed = not may_schedule or self._fixed is not None or cell is None or cell.probe is not None
-        if is_fixed or cell is None or not cell.current:
+        if self.schedule is not None:
             self.schedule.costs = None
-            return length
-        return cell.scheduled.choose(
-            self.schedule, cell.times, batch, length, cell.tokens_per_s[length], self.max_draft_tokens
-        )
-
-    def _choose_fixed(self, batch: int, context_len: int) -> int:
-        """Return the length of a step whose drafts are all sent."""
         if self._fixed is not None:
             return self._fixed
         self._last_key = key = _key(batch, context_len)
         cell = self._cell(key)
-        cell.probe = None
-        if not self._is_ready(cell):
-            return min(
-                (k for k in self._startup if cell.times.count(k) < self.policy.startup_repeats),
-                key=lambda k: (cell.times.count(k), k),
-            )
-        if cell.current is not None and cell.num_steps % _PLAN_EVERY and not cell.probe_paid:
-            return cell.current
-        cell.tokens_per_s = rates = self._tokens_per_s(key, cell)
-        best = max(range(len(rates)), key=lambda k: (rates[k], -k))
-        if cell.current is None or rates[best] > rates[cell.current] * (1 + self.policy.hysteresis):
-            cell.current = best
-        cell.probe = self._probe(cell, rates, cell.current)
-        return cell.current if cell.probe is None else cell.probe
+        length, is_trial = self._choose_fixed(key, cell)
+        if self.schedule is None or is_trial or not length or not may_schedule or cell.times.is_empty:
+            return length
+        return cell.scheduled.choose(
+            self.schedule, cell.times, batch, length, cell.rates[length], self.max_draft_tokens
+        )
+
+    def _choose_fixed(self, key: tuple[int, int], cell: _Cell) -> tuple[int, bool]:
+        """Return the length of a step whose drafts are all sent, and whether it is a trial."""
+        if cell.current is not None and (cell.plan_left or cell.trials.is_waiting):
+            cell.plan_left = max(0, cell.plan_left - 1)
+            return cell.current, False
+        known = self._estimates(key, cell)
+        cell.rates = rates = self._tokens_per_s(cell, known)
+        cell.current = current = self._best(key, cell, known, rates)
+        cell.plan_left = _PLAN_EVERY - 1 if cell.num_steps >= _PLAN_ALWAYS else 0
+        trial = cell.trials.choose(known, current)
+        return (current, False) if trial is None else (trial, True)
+
+    def _estimates(self, key: tuple[int, int], cell: _Cell) -> Estimates:
+        lengths = range(self.max_draft_tokens + 1)
+        return Estimates(
+            self._acceptance(key[0]).tokens_per_step(),
+            [max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k in lengths],
+            [cell.times.count(k) for k in lengths],
+        )
+
+    def _tokens_per_s(self, cell: _Cell, known: Estimates) -> list[float]:
+        """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
+        rates = [tokens / step_s for tokens, step_s in zip(known.tokens, known.step_s, strict=True)]
+        gain = 1.0 if self.schedule is None else cell.scheduled.gain
+        return [rates[0], *(rate * gain for rate in rates[1:])]
+
+    def _best(self, key: tuple[int, int], cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
+        """Return the length to use from here on: another than before only where it promises enough."""
+        seen = [k for k in range(len(rates)) if cell.current is None or known.counts[k] or k == cell.current]
+        best = max(seen, key=lambda k: (rates[k], -k))
+        if cell.current is None:
+            return best
+        least = 1 + self.policy.hysteresis
+        if not best and cell.current:
+            # Plain steps tell nothing of drafts, so there must be evidence before drafting ends.
+            hoped = self._acceptance(key[0]).tokens_per_step(hoped=True)
+            if rates[0] <= least * max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
+                best = max(seen[1:], key=lambda k: (rates[k], -k))
+        return best if rates[best] > rates[cell.current] * least else cell.current
 
     def observe(
         self,
@@ -166,6 +167,7 @@ class DraftLengthController:
         accepted: Sequence[tuple[int, int]],
         unsent: Sequence[Sequence[float]] = (),
         num_made_tokens: int | None = None,
+        is_usual: bool = True,
     ) -> None:
         """Learn from a step that only decoded (no prefill in it).
 
@@ -178,6 +180,7 @@ class DraftLengthController:
             accepted: Per sequence, its draft tokens and how many were accepted.
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
             num_made_tokens: Longest draft made in a scheduled step; None for another.
+            is_usual: The times are those of steps of this length.
         """
         if self._fixed is not None:
             return
@@ -187,34 +190,36 @@ class DraftLengthController:
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
             self._acceptance(key[0]).add(drafted, num_accepted, chances)
         is_cut = num_made_tokens not in (None, num_draft_tokens)
-        if not is_cut or len({num for num, _ in accepted}) == 1:
+        if is_usual and (not is_cut or len({num for num, _ in accepted}) == 1):
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         cell.num_steps += 1
-        cell.last_tried[num_draft_tokens] = cell.num_steps
-        if cell.current is not None:
-            emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
-            self._settle(cell, num_draft_tokens, draft_s + verify_s, emitted)
-            if num_made_tokens is not None and cell.current and self.schedule is not None:
-                lengths = (num_draft_tokens, num_made_tokens)
-                best = cell.fixed_tokens_per_s[cell.current]
-                cell.scheduled.observe(self.schedule, cell.times, lengths, emitted, best)
+        emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
+        if not cell.current:
+            worth_s = emitted / cell.rates[0] if cell.rates else 0.0
+        else:
+            worth_s = emitted / cell.rates[cell.current]
+        if cell.trials.observe(num_draft_tokens, draft_s + verify_s, worth_s, is_off=not cell.current):
+            cell.plan_left = 0
+        if cell.current and self.schedule is not None and num_made_tokens is not None:
+            lengths = (num_draft_tokens, num_made_tokens, cell.current)
+            cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)
 
     def explain(self) -> str:
         """Say in one line what is used for the last batch and context, and why."""
         if self._fixed is not None:
             return f"draft length {self._fixed}: fixed by num_speculative_tokens"
         cell = self._cells.get(self._last_key)
-        if cell is None or cell.current is None:
-            return "draft length: measuring the lengths " + ", ".join(map(str, self._startup))
-        rates = self._tokens_per_s(self._last_key, cell)
-        tokens = self._acceptance(self._last_key[0]).tokens_per_step()
+        if cell is None or cell.current is None or cell.times.is_empty:
+            return "draft length: nothing measured yet"
+        known = self._estimates(self._last_key, cell)
+        rates = self._tokens_per_s(cell, known)
         chosen = cell.current
         other = 0 if chosen else max(range(1, len(rates)), key=lambda k: (rates[k], -k), default=0)
 
         def told(k: int) -> str:
             draft_s, verify_s = cell.times.estimate(k)
             return (
-                f"{tokens[k]:.2f} tokens in {1e3 * (draft_s + verify_s):.2f} ms "
+                f"{known.tokens[k]:.2f} tokens in {1e3 * (draft_s + verify_s):.2f} ms "
                 f"(draft {1e3 * draft_s:.2f}), {rates[k]:.0f} tok/s"
             )
 
@@ -248,9 +253,8 @@ class DraftLengthController:
         try:
             for entry in profile["times"]:
                 steps = {k: v for k, v in entry["steps"].items() if int(k) <= self.max_draft_tokens}
-                is_known = "0" in steps and len(steps) > 1
-                cell = _Cell(StepTimes.from_dict(steps), is_known)
-                self._cells[int(entry["context"]), int(entry["batch"])] = cell
+                key = int(entry["context"]), int(entry["batch"])
+                self._cells[key] = _Cell(StepTimes.from_dict(steps, self._usual(key)), self.policy)
             for context, counts in profile["acceptance"].items():
                 self._rates[int(context)] = AcceptanceRates.from_dict(counts, self.max_draft_tokens)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -258,14 +262,24 @@ class DraftLengthController:
 
     def _cell(self, key: tuple[int, int]) -> _Cell:
         if key not in self._cells:
-            self._cells[key] = _Cell(StepTimes())
-        cell = self._cells[key]
-        if cell.times.prior is None and not self._is_ready(cell):
-            ready = [k for k, other in self._cells.items() if other is not cell and self._is_ready(other)]
-            if ready:
-                nearest = min(ready, key=lambda k: (abs(k[1] - key[1]), abs(k[0] - key[0]), k))
-                cell.times.prior = self._cells[nearest].times
-        return cell
+            known = [k for k, other in self._cells.items() if not other.times.is_empty]
+            shape = self._usual(key)
+            if known:
+                nearest = min(known, key=lambda k: (abs(k[1] - key[1]), abs(k[0] - key[0]), k))
+                shape = partial(self._as_in, nearest, key)
+            self._cells[key] = _Cell(StepTimes(shape), self.policy)
+        return self._cells[key]
+
+    def _usual(self, key: tuple[int, int]) -> Shape:
+        """Return what steps of a batch size usually cost beside each other."""
+        return lambda length: self.shape.times(2 ** key[1], length)
+
+    def _as_in(self, other: tuple[int, int], key: tuple[int, int], length: int) -> tuple[float, float]:
+        """Return the times measured at another batch size, changed by what usually differs."""
+        found = self._cells[other].times.estimate(length)
+        theirs, own = (self.shape.times(2**batch, length) for batch in (other[1], key[1]))
+        draft_s = found[0] * own[0] / theirs[0] if length else found[0]
+        return draft_s, found[1] * own[1] / theirs[1]
 
     def _acceptance(self, context: int) -> AcceptanceRates:
         if context not in self._rates:
@@ -274,62 +288,6 @@ class DraftLengthController:
                 AcceptanceRates(self.max_draft_tokens) if nearest is None else self._rates[nearest].copy()
             )
         return self._rates[context]
-
-    def _is_ready(self, cell: _Cell) -> bool:
-        """Return whether enough is known to choose; start-up lengths that no request reaches are given up."""
-        if not cell.is_known:
-            repeats = self.policy.startup_repeats
-            cell.is_known = (
-                cell.times.prior is not None
-                or all(cell.times.count(k) >= repeats for k in self._startup)
-                or cell.num_steps >= 2 * repeats * len(self._startup)
-            )
-        return cell.is_known
-
-    def _tokens_per_s(self, key: tuple[int, int], cell: _Cell) -> list[float]:
-        """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
-        tokens = self._acceptance(key[0]).tokens_per_step()
-        cell.fixed_tokens_per_s = rates = [
-            expected / max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k, expected in enumerate(tokens)
-        ]
-        gain = 1.0 if self.schedule is None else cell.scheduled.gain
-        return [rates[0], *(rate * gain for rate in rates[1:])]
-
-    def _probe(self, cell: _Cell, rates: list[float], current: int) -> int | None:
-        """Return another length worth trying now, if the time for it has been saved up."""
-        last = max(cell.last_tried, key=lambda k: cell.last_tried[k], default=current)
-        if cell.probe_paid and last != current:
-            return last
-        policy = self.policy
-        # Where a longer draft means another tile of rows, a look at each neighbour costs more than it tells.
-        looks_around = self.schedule is None or self.schedule.compares_caps
-        others = sorted((k for k in range(len(rates)) if k != current), key=lambda k: (-rates[k], k))
-        for k in others:
-            if self.schedule is not None and 0 < k < current:
-                continue  # scheduled steps send fewer drafts by themselves, and tell of all that they make
-            is_new = looks_around and cell.times.count(k) < policy.min_repeats and abs(k - current) <= 2
-            is_next_best = k in (0, others[0])
-            is_old = cell.num_steps - cell.last_tried.get(k, -policy.recheck_steps) >= policy.recheck_steps
-            is_lead = current == 0 and k == others[0]  # while off, only trying shows that drafting pays again
-            if not (is_new or is_lead or (is_next_best and is_old)):
-                continue
-            step_s = sum(cell.times.estimate(k))
-            loss_s = step_s * (1 - rates[k] / rates[current])
-            if loss_s <= cell.saved_s:
-                return k
-        return None
-
-    def _settle(self, cell: _Cell, num_draft_tokens: int, step_s: float, emitted: float) -> None:
-        """Account for a step: time is saved for exploring, and a probe pays with the time it really lost."""
-        assert cell.current is not None
-        worth_s = emitted / cell.tokens_per_s[cell.current]
-        if cell.probe is not None and num_draft_tokens == cell.probe:
-            cell.probe_paid = worth_s >= step_s
-            cell.saved_s -= max(0.0, step_s - worth_s)
-        else:
-            cell.probe_paid = False
-            most = self.policy.max_saved_steps * step_s
-            cell.saved_s = min(most, cell.saved_s + self.policy.explore_share * step_s)
 
 
 def _key(batch: int, context_len: int) -> tuple[int, int]:

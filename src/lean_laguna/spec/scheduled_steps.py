@@ -1,22 +1,28 @@
-"""Steps whose drafts are sent as far as confidence and costs say: what they go by, and what they have earned.
+"""Steps whose drafts are sent as far as confidence and costs say: what they go by, and what they earn.
 
-For one batch size and context length. Where they earn less than the best fixed length would, they stop for a
-time.
+For one batch size and context length. A scheduled step's chances tell what sending all drafts of the best
+fixed length would have earned in its place; both are summed over the same steps, so chance hardly disturbs
+their ratio. Steps are scheduled while that gains more than it takes to be worth it; else one now and then, to
+see. A drafter that claims more than comes true is not believed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lean_laguna.spec.draft_caps import DraftCaps, full_lengths
 from lean_laguna.spec.draft_costs import StepTimes
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
-_DECAY = 0.99
-_EXPECTED_GAIN, _EXPECTED_TOKENS = 1.05, 60.0  # over the best fixed length, and what the guess counts for
-_LEAST_GAIN, _KNOWN_AFTER, _FIXED_STEPS = 0.98, 128, 256
+_DECAY = 0.98
+_ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
+_KNOWN_AFTER = 8  # scheduled steps at first, whatever they gain
+_LOOK_EVERY = 16  # steps while off
 _PLAN_LASTS = 8  # steps; working it out costs as much as some kernels
-_LEAST_STEP_S = 1e-9
+_LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
+_CLAIM_DECAY, _TRUSTED_TOKENS = 0.995, 100.0  # tokens that have come true as claimed before any did
+_LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,28 @@ class ScheduledSteps:
     """Plans and accounts for scheduled steps; owned by the draft-length controller.
 
     Attributes:
-        gain: Tokens per second over those of the best fixed length; a guess until enough is known.
+        is_on: Steps are scheduled.
     """
 
     def __init__(self) -> None:
-        self.gain = _EXPECTED_GAIN
+        self.is_on = True
         self._caps = DraftCaps()
         self._plan: _Plan | None = None
-        self._tokens, self._fixed_tokens = _EXPECTED_GAIN * _EXPECTED_TOKENS, _EXPECTED_TOKENS
-        self._num_steps = self._num_known = 0
-        self._fixed_left = 0
+        self._num_chosen = self._num_seen = 0
+        self._tokens = self._seconds = self._fixed_tokens = self._fixed_seconds = 0.0
+        self._claimed = self._came = _TRUSTED_TOKENS
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second over those of the best fixed length; 1 while steps are not scheduled."""
+        return max(1.0, self._gain) if self.is_on else 1.0
+
+    @property
+    def _gain(self) -> float:
+        if not self._num_seen:
+            return 1.0
+        ratio = self._tokens * self._fixed_seconds / max(_LEAST_S, self._fixed_tokens * self._seconds)
+        return ratio * min(1.0, self._came / self._claimed)
 
     def choose(
         self,
@@ -69,11 +87,11 @@ class ScheduledSteps:
             How far to draft.
         """
         schedule.costs = None
-        if self._fixed_left:
-            self._fixed_left -= 1
+        self._num_chosen += 1
+        if not self.is_on and self._num_chosen % _LOOK_EVERY:
             return length
         plan = self._plan
-        if plan is None or self._num_steps >= plan.until or plan.made_for != (batch, length):
+        if plan is None or self._num_chosen >= plan.until or plan.made_for != (batch, length):
             estimates = [times.estimate(k) for k in range(max_draft_tokens + 1)]
             caps = full_lengths(schedule.row_tiles, batch, max_draft_tokens)
             cap = next((cap for cap in caps if cap >= length), length)
@@ -82,36 +100,58 @@ class ScheduledSteps:
                 caps,
                 [draft_s for draft_s, _ in estimates],
                 self._caps.choose(caps, length) if schedule.compares_caps else cap,
-                self._num_steps + _PLAN_LASTS,
+                self._num_chosen + _PLAN_LASTS,
                 (batch, length),
             )
         schedule.costs = plan.costs
         return plan.cap
 
     def observe(
-        self, schedule: DraftSchedule, times: StepTimes, lengths: tuple[int, int], emitted: float, best: float
+        self,
+        schedule: DraftSchedule,
+        times: StepTimes,
+        lengths: tuple[int, int, int],
+        draft_s: float,
+        accepted: Sequence[tuple[int, int]],
     ) -> None:
-        """Account for a scheduled step, by what such steps usually take.
+        """Account for a scheduled step.
 
         Args:
             schedule: As the drafter left it.
             times: Of steps, by draft length.
-            lengths: Longest draft sent, and made.
-            emitted: Tokens, over the sequences.
-            best: Tokens per second of one sequence at the best fixed length.
+            lengths: Longest draft sent, and made; and the best fixed length.
+            draft_s: Seconds that drafting took.
+            accepted: Per sequence, drafts sent, and accepted.
         """
-        sent, made = lengths
-        step_s = times.estimate(made)[0] + times.estimate(sent)[1]
-        # Against what the best fixed length would have earned in the same time, on the same text.
-        self._tokens = self._tokens * _DECAY + emitted
-        self._fixed_tokens = self._fixed_tokens * _DECAY + max(_LEAST_STEP_S, step_s) * best
-        self._num_steps += 1
-        self._num_known += 1
+        sent, made, fixed = lengths
         plan = self._plan
-        if plan is not None and schedule.compares_caps and schedule.survival:
+        if plan is None or len(schedule.survival) != len(accepted):
+            return
+        claimed = sum(sum(own[:num]) for own, (num, _) in zip(schedule.survival, accepted, strict=True))
+        self._claimed = self._claimed * _CLAIM_DECAY + claimed
+        self._came = self._came * _CLAIM_DECAY + sum(count for _, count in accepted)
+        usual_s, verify_s = times.estimate(made)[0], times.estimate(sent)[1]
+        step_s = min(draft_s, _LONGEST * usual_s) + verify_s if usual_s > 0 else draft_s + verify_s
+        fixed_tokens = len(accepted) + sum(_reaching(own, fixed) for own in schedule.survival)
+        self._tokens = self._tokens * _DECAY + len(accepted) + claimed
+        self._seconds = self._seconds * _DECAY + step_s
+        self._fixed_tokens = self._fixed_tokens * _DECAY + fixed_tokens
+        self._fixed_seconds = self._fixed_seconds * _DECAY + sum(times.estimate(fixed))
+        self._num_seen += 1
+        if schedule.compares_caps:
             self._caps.observe(plan.caps, made, schedule.survival, plan.costs, plan.draft_s)
-        self.gain = self._tokens / self._fixed_tokens
-        if self._num_known >= _KNOWN_AFTER and self.gain < _LEAST_GAIN:
-            self._fixed_left, self._num_known = _FIXED_STEPS, 0
-            self._tokens, self._fixed_tokens = _EXPECTED_TOKENS, _EXPECTED_TOKENS
-            self.gain = 1.0
+        if self._num_seen >= _KNOWN_AFTER:
+            self.is_on = self._gain > (_OFF_BELOW if self.is_on else _ON_ABOVE)
+
+
+def _reaching(survival: Sequence[float], length: int) -> float:
+    """Return the drafts expected to stand of so many; those not made survive like the last that was."""
+    known = sum(survival[:length])
+    if not survival or len(survival) >= length:
+        return known
+    before = survival[-2] if len(survival) > 1 else 1.0
+    going_on, reached = survival[-1] / max(_LEAST_S, before), survival[-1]
+    for _ in range(length - len(survival)):
+        reached *= going_on
+        known += reached
+    return known

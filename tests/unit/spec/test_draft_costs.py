@@ -3,8 +3,13 @@ import pytest
 from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
 
 
-def times(prior=None, **measured):
-    made = StepTimes(prior)
+def per_row(k):
+    """A shape: drafting is half a plain pass, and each draft adds a tenth."""
+    return (0.5 if k else 0.0), 1 + 0.1 * k
+
+
+def times(shape=per_row, **measured):
+    made = StepTimes(shape)
     for name, (draft_s, verify_s) in measured.items():
         made.add(int(name[1:]), draft_s, verify_s)
     return made
@@ -28,21 +33,32 @@ def test_old_observations_fade():
     assert made.estimate(3) == (2.0, 2.0)
 
 
-def test_between_measured_lengths_time_is_linear_and_drafting_costs_what_it_costs():
-    made = times(k0=(0.0, 1.0), k4=(0.4, 3.0), k8=(0.8, 4.0))
-    assert made.estimate(2) == pytest.approx((0.4, 2.0))
-    assert made.estimate(6) == pytest.approx((0.6, 3.5))
+def test_the_first_slow_step_of_a_kind_does_not_count():
+    assert times(k3=(9.0, 9.0)).estimate(3) == (9.0, 9.0)
+    made = times(k3=(9.0, 9.0))
+    made.add(3, 1.0, 2.0)
+    assert made.estimate(3) == (1.0, 2.0)
 
 
-def test_beyond_what_was_measured_time_grows():
-    made = times(k0=(0.0, 1.0), k4=(0.4, 3.0))
-    assert made.estimate(6)[1] > 3.0
-    assert times(k4=(0.4, 3.0)).estimate(0) == (0.0, pytest.approx(1.8))
+def test_between_measured_lengths_time_goes_as_the_shape_does():
+    measured = {"k0": (0.0, 1.0), "k4": (0.4, 3.0), "k8": (0.8, 4.0)}
+    assert times(**measured).estimate(2) == pytest.approx((0.4, 2.0)), "drafting costs what it costs"
+    assert times(**measured).estimate(6) == pytest.approx((0.6, 3.5))
+    tiled = times(lambda k: (0.5, 1.0 if k < 4 else 2.0), **measured)
+    assert [tiled.estimate(k)[1] for k in (1, 3, 4)] == [1.0, 1.0, 3.0]
+    flat = times(lambda k: (0.5, 1.0), **measured)
+    assert flat.estimate(2)[1] == pytest.approx(2.0)
 
 
-def test_other_conditions_lend_their_shape():
-    prior = times(k0=(0.0, 1.0), k7=(0.5, 1.5), k15=(0.5, 3.0))
-    fresh = StepTimes(prior)
+def test_beyond_what_was_measured_the_shape_is_scaled():
+    assert times(k4=(0.7, 2.8)).estimate(0) == (0.0, pytest.approx(2.0))
+    assert times(k4=(0.7, 2.8)).estimate(10) == pytest.approx((0.7, 4.0))
+    assert times(k0=(0.0, 2.0)).estimate(4) == pytest.approx((1.0, 2.8)), "no draft was timed yet"
+
+
+def test_before_anything_was_measured_the_shape_stands():
+    other = times(k0=(0.0, 1.0), k7=(0.5, 1.5), k15=(0.5, 3.0))
+    fresh = StepTimes(other.estimate)
     assert fresh.estimate(7) == (0.5, 1.5)
     fresh.add(7, 1.0, 3.0)
     assert fresh.estimate(7) == (1.0, 3.0)

@@ -33,7 +33,7 @@ def simulate(steps, schedule, draw, *, num=800, said=None, best=1.2, length=3):
         accepted = next((k for k in range(sent) if draw.random() > chance), sent)
         if schedule.costs is not None:
             schedule.survival = [claimed]
-            steps.observe(schedule, known, (sent, cap), 1 + accepted, best)
+            steps.observe(schedule, known, (sent, cap, length), DRAFT_S[cap], [(sent, accepted)])
         if i > num // 2:
             tokens += 1 + accepted
             seconds += DRAFT_S[cap] + VERIFY_S[sent]

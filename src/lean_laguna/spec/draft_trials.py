@@ -1,0 +1,142 @@
+"""When another draft length is worth a step: where it could be better, and as far as the time for it goes.
+
+A length whose time is not known well is tried where it would be better if that turned out short. Trials pay
+with the time that they really lost, out of a budget that grows with the time spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+_DOUBT = (0.15, 0.1, 0.06, 0.0)  # of a time observed 0, 1, 2 times: by so much it may be shorter
+_DOUBT_OF_NONE = 0.8  # of plain steps never seen: verifying may cost by the row
+_LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at most, doubled by each failure
+_GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
+_LEAST_STEPS = 2  # before any trial: the first step of all tells little
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How bold the controller is.
+
+    Attributes:
+        explore_share: Share of decode time that trying other lengths may cost, as measured, in [0, 1].
+        hysteresis: Gain in tokens per second that a change of length must promise.
+        start_steps: Time that may be spent on trials at once, in steps, where little is known.
+        recheck_steps: Steps after which the time of a length is known less well.
+        max_saved_steps: Exploration time that may be saved up, in steps at the present length.
+    """
+
+    explore_share: float = 0.02
+    hysteresis: float = 0.02
+    start_steps: float = 1.5
+    recheck_steps: int = 256
+    max_saved_steps: float = 4.0
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What is expected of each draft length, from 0 on.
+
+    Attributes:
+        tokens: Of one sequence in a step.
+        step_s: Seconds of a step.
+        counts: Observations that the seconds rest on.
+    """
+
+    tokens: Sequence[float]
+    step_s: Sequence[float]
+    counts: Sequence[int]
+
+
+@dataclass
+class Trials:
+    """Trials at one batch size and context length.
+
+    Attributes:
+        policy: How bold to be.
+        saved_s: Seconds that trials may lose now; None before the first step.
+        pending: Length tried and not heard of yet.
+    """
+
+    policy: Policy
+    saved_s: float | None = None
+    pending: int | None = None
+    _num_steps: int = 0
+    _waited: int = 0
+    _last_seen: dict[int, int] = field(default_factory=dict)
+    _last_draft: int = 0
+    _lead_wait: int = _LEAD_WAITS[0]
+
+    def choose(self, known: Estimates, current: int) -> int | None:
+        """Return a length to try in the next step; None where there is none worth it.
+
+        Args:
+            known: What is expected.
+            current: Length in use.
+        """
+        if self._num_steps < _LEAST_STEPS or self.saved_s is None:
+            return None
+        rate = known.tokens[current] / known.step_s[current]
+        least = rate * (1 + self.policy.hysteresis)
+        for k, hoped in self._candidates(known, current):
+            if hoped <= least:
+                break
+            if known.step_s[k] - known.tokens[k] / rate <= self.saved_s:
+                self.pending, self._waited = k, 0
+                return k
+        return None
+
+    def _candidates(self, known: Estimates, current: int) -> list[tuple[int, float]]:
+        """Return lengths and the tokens per second to be hoped of them, best first."""
+        rates = [tokens / step_s for tokens, step_s in zip(known.tokens, known.step_s, strict=True)]
+        if current == 0:
+            # While off, only trying shows that drafting pays again.
+            is_due = self._num_steps - self._last_draft >= self._lead_wait and len(rates) > 1
+            return [(max(range(1, len(rates)), key=lambda k: rates[k]), inf)] if is_due else []
+        doubts = {k: self._doubt(known, k) for k in range(len(rates)) if k != current}
+        hoped = [(k, rates[k] / (1 - doubt)) for k, doubt in doubts.items() if doubt]
+        return sorted(hoped, key=lambda one: (-one[1], one[0]))
+
+    def _doubt(self, known: Estimates, k: int) -> float:
+        count = min(known.counts[k], len(_DOUBT) - 1)
+        if not count and not k:
+            return _DOUBT_OF_NONE
+        if count and self._num_steps - self._last_seen.get(k, 0) > self.policy.recheck_steps:
+            count = 1
+        return _DOUBT[count]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a trial has not been heard of; to be asked once a step."""
+        self._waited += 1
+        if self._waited > _GIVEN_UP_AFTER:
+            self.pending = None
+        return self.pending is not None
+
+    def observe(self, num_draft_tokens: int, step_s: float, worth_s: float, *, is_off: bool) -> bool:
+        """Account for a step; returns whether it was a trial.
+
+        Args:
+            num_draft_tokens: Longest draft.
+            step_s: Seconds that it took.
+            worth_s: Seconds in which the length in use earns as many tokens.
+            is_off: The length in use is 0.
+        """
+        self._num_steps += 1
+        self._last_seen[num_draft_tokens] = self._num_steps
+        if num_draft_tokens:
+            self._last_draft = self._num_steps
+        if self.saved_s is None:
+            self.saved_s = self.policy.start_steps * step_s
+        most = self.policy.max_saved_steps * step_s
+        if self.pending is None or num_draft_tokens != self.pending:
+            self.saved_s = min(most, self.saved_s + self.policy.explore_share * step_s)
+            return False
+        self.pending = None
+        self.saved_s = max(-most, self.saved_s - max(0.0, step_s - worth_s))
+        if is_off:
+            self._lead_wait = 0 if worth_s >= step_s else min(_LEAD_WAITS[1], max(4, 2 * self._lead_wait))
+        return True
