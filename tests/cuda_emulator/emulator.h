@@ -221,7 +221,21 @@ DEVICE int min_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
+// An arrival: phases over in the upper half, bytes still to come of this one in the lower. Copies happen at once.
+DEVICE void init_arrival(u64 *arrival) { *arrival = 0; }
+DEVICE void show_arrivals() {}
+DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
+DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
+    memcpy(to, from, bytes);
+    *arrival -= bytes;
+    if ((u32)*arrival == 0) *arrival += 1ull << 32;
+}
+DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
+    while ((*arrival >> 32 & 1) == parity) emulator::pause();
+}
 DEVICE float quotient(float a, float b) { return a / b; }
+DEVICE float power2(float x) { return exp2f(x); }
+DEVICE float logarithm2(float x) { return log2f(x); }
 #define __expf expf
 DEVICE void wait_for_inputs() {}
 DEVICE void let_next_start() {}

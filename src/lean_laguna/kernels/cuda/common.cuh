@@ -24,7 +24,14 @@ typedef unsigned long long u64;
 // 16 bytes of weights on their way into shared memory, or nothing; a group of its own either way.
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
     u32 at = (u32)__cvta_generic_to_shared(to);
+#ifdef KEEP_L2
+    // First to leave L2 again, where small things then stay.
+    if (wanted)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                     "l"(0x12f0000000000000ull) : "memory");
+#else
     if (wanted) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+#endif
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 // Wait until at most `PENDING` of this thread's groups are on their way.
@@ -125,7 +132,48 @@ DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Copies without a group of their own, and the end of a group, even an empty one.
 DEVICE void end_stream_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+#if __CUDA_ARCH__ >= 900
+// Whole rows into shared memory by the copy engine: one thread asks, and the queue of the multiprocessor's own loads stays
+// free for the small ones that others wait for. An arrival counts the bytes of its current phase; it has been made and
+// a barrier passed before anybody waits. What was read before a barrier may be written over after it.
+DEVICE void init_arrival(u64 *arrival) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+}
+// After all are made, by the thread that made them, before it asks for anything.
+DEVICE void show_arrivals() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// The phase is over when so many bytes have come.
+DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(bytes) : "memory");
+}
+// A multiple of 16 bytes, both ends on 16; expected before.
+DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
+                   "r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+}
+// Wait until the phase of this parity is over: 0 for the first, 1 for the second, and so on.
+DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
+    asm volatile("{\n.reg .pred over;\nagain:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n"
+                 "@!over bra again;\n}" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(parity) : "memory");
+}
+#endif
 DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+// 2^x and its inverse by the hardware's tables; what is below 2^-126 is 0.
+DEVICE float power2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float logarithm2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEVICE u16 to_bf16(float x) {
     u16 v;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(x));
@@ -138,7 +186,7 @@ DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
 DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
 DEVICE float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !defined(NO_WAITS)
 // Everything the kernel before wrote is there after this; nothing is written before it.
 DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
