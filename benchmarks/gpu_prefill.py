@@ -26,11 +26,12 @@ from random_model import TINY, XS, Maker
 from torch import Tensor
 
 from lean_laguna.kernels.triton.launch import cdiv
-from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk
+from lean_laguna.kernels.triton.prefill import PrefillStep
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
 from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, silu_and_mul
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.weights import LayerWeights, SparseWeights
@@ -118,8 +119,13 @@ class Bench:
         self.maker = Maker(self.shape, long, self.device, self.dtype)
         self.weights = self.maker.target()
         self.caches = self.maker.caches(self.weights.layers, [long])
-        self.scratch = PrefillScratch.allocate(self.weights, self.chunks[-1])
+        self.scratch = PrefillScratch.allocate(self.weights, self.chunks[-1], block=self.chunks[0])
         self.scratch.input_ids.random_(self.shape.vocab)
+        a, m = self.weights.layers[1].attention.shape, self.shape
+        wide = max(
+            a.width + a.num_heads * a.head_dim, m.top_k * (m.hidden + m.expert), m.experts + 3 * m.shared
+        )
+        self.work = torch.empty(self.chunks[-1] * wide, dtype=self.dtype, device=self.device)
         self.sync()
         if not self.tiny:
             buffers = [getattr(self.scratch, n) for n in ("hidden", "normed", "delta", "work")]
@@ -214,7 +220,7 @@ class Bench:
             caches = self.maker.caches(weights.layers, [length])
             for pages in caches.layers[0]:
                 pages.fill_(float("nan"))
-            scratch = PrefillScratch.allocate(weights, chunk)
+            scratch = PrefillScratch.allocate(weights, 2 * chunk, block=chunk)
             for name in ("hidden", "normed", "delta", "work"):
                 getattr(scratch, name).fill_(float("nan"))
             for buffer in scratch.keys:
@@ -223,7 +229,7 @@ class Bench:
             got, at = [], 0
             step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles, library_from=chunk)
             while at < length:
-                n = next_chunk(at, length, chunk)
+                n = min(2 * chunk, length - at)
                 step.scratch.input_ids[:n] = ids[at : at + n]
                 step.run(step.scratch.input_ids, at, n)
                 got.append(taps[:n, 0].clone())
@@ -245,63 +251,96 @@ class Bench:
         return {name: round(value.item(), 5) for name, value in values.items()}
 
     def repeat(self) -> dict[str, bool]:
-        """Say whether the last hidden state has the same bits again, over other leftovers and by a graph."""
-        chunk, length = self.chunks[0], min(3 * self.chunks[0] // 2, max(self.lengths))
-        tables, bits = tuple(table[0] for table in self.caches.tables), []
-        step = self.step(chunk)
-        for i in range(3):
-            if i == 2:
-                step.capture(tables)
+        """Say whether a prompt has the same bits again, over other leftovers, and in chunks of any length."""
+        short, length, bits = self.chunks[0], min(9 * self.chunks[0] // 2, max(self.lengths)), []
+        for chunk in (short, short, 2 * short, 4 * short if not self.tiny else 2 * short):
             self.scratch.work.normal_()
-            bits.append(self.whole(step, length, chunk, None, tables).clone())
-        equal = all(torch.equal(bits[0], other) for other in bits)
-        return {"equal": equal, "finite": bool(bits[0].isfinite().all()), "graphs": len(step._graphs) > 0}
+            for layer in self.caches.layers:
+                for pages in layer:
+                    pages.zero_()
+            hidden = self.whole(self.step(chunk), length, chunk).clone()
+            bits.append((hidden, *(pages.clone() for layer in self.caches.layers[-4:] for pages in layer)))
+        same = [all(map(torch.equal, bits[0], other)) for other in bits[1:]]
+        finite = bool(bits[0][0].isfinite().all())
+        return {"again": same[0], "longer": all(same[1:]), "finite": finite}
 
     # --- time
 
-    def whole(
-        self,
-        step: PrefillStep,
-        length: int,
-        chunk: int,
-        long: int | None = None,
-        tables: tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
+    def whole(self, step: PrefillStep, length: int, chunk: int) -> Tensor:
         at, hidden = 0, self.scratch.normed
         while at < length:
-            n = next_chunk(at, length, chunk, long)
-            hidden = step.run(self.scratch.input_ids, at, n, tables=tables)
+            n = min(chunk, length - at)
+            hidden = step.run(self.scratch.input_ids, at, n)
             at += n
         return hidden
 
     def totals(self, tiles: PrefillTiles | None = None) -> dict[str, float]:
         """Time whole prompts, the head's argmax of the last row included."""
-        out, (short, long) = {}, self.chunks
+        out: dict[str, float] = {}
+        for length, chunk in itertools.product(self.lengths, self.chunks):
+            if chunk > max(length, self.chunks[0]):
+                continue
+            step = self.step(chunk, tiles)
 
-        def prompt(length: int, chunk: int, longer: int | None) -> Run:
-            step = self.step(longer or chunk, tiles)
-            tables = tuple(table[0] for table in self.caches.tables)
-            if length <= short:
-                step.capture(tables)
-
-            def run() -> None:
-                hidden = self.whole(step, length, chunk, longer, tables)
+            def run(step: PrefillStep = step, length: int = length, chunk: int = chunk) -> None:
+                hidden = self.whole(step, length, chunk)
                 torch.argmax(hidden @ self.weights.head.t(), -1)
 
-            return run
-
-        for length in self.lengths:
-            plans = {(short, None)} if length <= short else {(short, None), (short, long), (long, None)}
-            for chunk, longer in sorted(plans, key=str):
-                run = prompt(length, chunk, longer)
-                key = f"{length} tokens, chunks of {chunk}" + (f" then {longer}" if longer else "")
-                self.sync()
-                before = time.monotonic()
-                run()
-                self.sync()
-                out[f"{key}, first time"] = round((time.monotonic() - before) * 1000, 1)
-                out[key] = round(self.time_ms(run, 5 if length <= short else 2), 2)
+            key = f"{length} tokens, chunks of {chunk}"
+            self.sync()
+            before = time.monotonic()
+            run()
+            self.sync()
+            out[f"{key}, first time"] = round((time.monotonic() - before) * 1000, 1)
+            out[key] = round(self.time_ms(run, 5 if length <= self.chunks[0] else 2), 2)
         return out
+
+    def profile(self) -> dict[str, Any]:
+        """Return milliseconds of the longest prompt by kernel, in the longer chunks."""
+        if self.tiny:
+            return {}
+        long, length = self.chunks[-1], max(self.lengths)
+        step = self.step(long)
+        self.whole(step, length, long)
+        self.sync()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.whole(step, length, long)
+            self.sync()
+        found = {
+            event.key[:90]: {"ms": round(event.self_device_time_total / 1e3, 2), "launches": event.count}
+            for event in profile.key_averages()
+            if event.self_device_time_total > 500
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
+
+    def rows_apart(self) -> dict[str, bool]:
+        """Say whether the experts give a row the same bits in a long chunk as in short ones."""
+        short, rows = self.chunks[0], self.chunks[-1]
+        layer = next(layer for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights))
+        m, s, A, tile = layer.mlp, self.scratch, self.shape.top_k, self.tiles.experts
+        (E, D, F), equal = m.down.shape, {}
+        x = torch.randn(rows, D, device=self.device).to(self.dtype)
+        logits = torch.randn(rows, E, device=self.device).to(self.dtype)
+
+        def run(at: int, n: int) -> tuple[Tensor, Tensor]:
+            act = torch.zeros(n * A, F, dtype=self.dtype, device=self.device)
+            terms = torch.zeros(n * A, D, dtype=self.dtype, device=self.device)
+            sort_by_expert(logits[at : at + n], m.bias, s.sort, n, self.count(n), tile, top_k=A)
+            count = cdiv(n * A, tile.rows) + E
+            expert_chunk_up(x[at : at + n], m.gate_up, s.sort, act, count, tile, top_k=A)
+            expert_chunk_down(act, m.down, s.sort, terms, count, tile)
+            by_pair = torch.empty_like(act)
+            by_pair[s.sort.pairs[: n * A].long()] = act
+            return by_pair, terms
+
+        whole = run(0, rows)
+        for size in (short, rows // 2):
+            parts = [run(at, size) for at in range(0, rows, size)]
+            for i, name in enumerate(("up", "down")):
+                equal[f"{name}: {rows} rows and {size}"] = torch.equal(
+                    whole[i], torch.cat([part[i] for part in parts])
+                )
+        return equal
 
     def host(self) -> float:
         """Return milliseconds of host time of one chunk's launches."""
@@ -325,10 +364,13 @@ class Bench:
         m, norms = sparse[0].mlp, (sparse[0].attention.q_norm, sparse[0].attention.k_norm)
         E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
         wide = shape.num_heads * shape.head_dim
-        qkv = s.work[: rows * shape.width].view(rows, -1)
-        heads = s.work[rows * shape.width :][: rows * wide].view(rows, wide)
-        both, terms = s.work[: rows * (E + 2 * FS)].view(rows, -1), s.work[: rows * A * D].view(rows, A, D)
-        shared = s.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
+        qkv = self.work[: rows * shape.width].view(rows, -1)
+        heads = self.work[rows * shape.width :][: rows * wide].view(rows, wide)
+        both, terms = (
+            self.work[: rows * (E + 2 * FS)].view(rows, -1),
+            self.work[: rows * A * D].view(rows, A, D),
+        )
+        shared = self.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
         tile, n = self.tiles.experts, self.count(rows)
         cache, table = self.caches.layers[1], self.caches.tables[1][0]
         names: dict[str, Callable[[LayerWeights], Any]] = {
@@ -344,13 +386,11 @@ class Bench:
             "silu": lambda w: silu_and_mul(both[:, E:], shared, n),
             "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, n, tile, top_k=A),
             "add_norm": lambda w: add_norm(hidden, delta, w.mlp.norm, s.normed[:rows], n, 1e-6),
-            "combine": lambda w: combine(
-                hidden, terms, delta, w.mlp.norm, s.normed[:rows], n, 1e-6, scaling=2.5
-            ),
+            "combine": lambda w: combine(hidden, terms, delta, n, scaling=2.5),
         }
         out: dict[str, float] = {}
         for name, body in names.items():
-            s.work.normal_()
+            self.work.normal_()
             run = self.graph(partial(lambda body: [body(layer) for layer in sparse], body))
             out[f"{name}, {rows} rows: us"] = round(self.time_ms(run) * 1000 / len(sparse), 1)
         return out
@@ -388,7 +428,7 @@ class Bench:
     def attend(self, i: int, first: int, n: int, tile: AttentionTile, source: str) -> Run:
         layer, rows = self.weights.layers[i], self.chunks[-1]
         shape, table, keys = layer.attention.shape, self.caches.tables[i][0], self.caches.layers[i]
-        work, wide, begin = self.scratch.work, shape.num_heads * shape.head_dim, None
+        work, wide, begin = self.work, shape.num_heads * shape.head_dim, None
         if source != "pages":
             ordered = self.scratch.keys
             begin = order_keys(keys, table, ordered, lowest_key(shape, first), first, self.count(n), n, tile)
@@ -408,7 +448,7 @@ class Bench:
             return {}
         layer, rows, tile = self.weights.layers[0], self.chunks[-1], self.tiles.full
         shape, table, pages = layer.attention.shape, self.caches.tables[0][0], self.caches.layers[0]
-        qkv = self.scratch.work[: rows * shape.width].view(rows, -1)
+        qkv = self.work[: rows * shape.width].view(rows, -1)
         qkv.normal_()
         out = torch.empty(rows, shape.num_heads * shape.head_dim, dtype=self.dtype, device=self.device)
         norms = (layer.attention.q_norm, layer.attention.k_norm)
@@ -460,9 +500,9 @@ class Bench:
         E, D, width = self.shape.experts, self.shape.hidden, self.shape.expert
         runs, cases = [], []
         for rows, tile in tiles:
-            both = s.work[: rows * (E + 2 * self.shape.shared)].view(rows, -1)
-            act = s.work[: rows * A * width].view(-1, width)
-            terms = s.work[rows * A * width :][: rows * A * D].view(-1, D)
+            both = self.work[: rows * (E + 2 * self.shape.shared)].view(rows, -1)
+            act = self.work[: rows * A * width].view(-1, width)
+            terms = self.work[rows * A * width :][: rows * A * D].view(-1, D)
             count = cdiv(rows * A, tile.rows) + E
 
             def prepare(rows=rows, tile=tile, both=both) -> None:
@@ -508,7 +548,7 @@ class Bench:
             print(row)
         for row in found.get("experts") or []:
             print(row)
-        for key in ("classes", "library_attention", "check", "repeat", "totals"):
+        for key in ("classes", "library_attention", "check", "repeat", "rows_apart", "totals", "profile"):
             value = found.get(key)
             print(key)
             for k, v in (value or {}).items():
@@ -528,7 +568,8 @@ def main() -> None:
         "--tiny", action="store_true", help="a toy shape on the CPU, to try the script itself"
     )
     parser.add_argument(
-        "--phases", default="check,repeat,library_attention,totals,host,attention,classes,experts"
+        "--phases",
+        default="check,repeat,rows_apart,library_attention,totals,profile,host,attention,classes,experts",
     )
     args = parser.parse_args()
     bench = Bench(args)

@@ -27,7 +27,7 @@ streams that fit; vLLM's arithmetic beside ours. Exit status 1 where it does not
   --streams N, or --max-num-seqs N     requests at once, each of that length (1)
   --dtype TYPE              bfloat16 (usual) or float32, of unquantised weights, keys and values
   --kv-cache-dtype TYPE     auto (as --dtype) or fp8; --no-prefix-caching: no cached ends of prompts
-  --prefill-chunk-size N    prompt rows per step (2048, on a CPU 256); --kv-block-size N (16)
+  --prefill-chunk-size N    prompt rows per step (8192, on a CPU 256); --kv-block-size N (16)
   --vllm-kv-dtype TYPE      auto (what the checkpoint asks for), bfloat16 or fp8
   --max-num-batched-tokens N                    vLLM's rows per step (8192)
   --cap                     also the systemd-run line that caps a run's memory, start-up included

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 256, 2048
-"""Prompt rows per step, unless told otherwise."""
+CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 256, 8192
+"""Prompt rows per step at most, unless told otherwise."""
+PREFILL_BLOCK = 2048
+"""Rows of a prompt that the GPU's library multiplies at once, from absolute multiples of so many on: how many
+of these a step takes changes no bits, and where each ends a prefix can be cached."""
 GPU_STEPS_AHEAD = 2
 """Steps that the engine for GPUs launches before it has read what an earlier one said."""
 MAX_ROWS = 16
@@ -12,3 +15,15 @@ SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
 """Keys of one of the first so many parts of a row's attention; later parts have several times as many."""
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 """Keys that a prompt's attention lays in order before it starts, and rows beyond them for whole blocks."""
+
+
+def gpu_chunks(asked: int | None) -> tuple[int, int, int]:
+    """Return the rows of a block of prompt, and the most of a step: where nobody decodes, and where some do.
+
+    Args:
+        asked: ``prefill_chunk_size``, which holds in both cases; None for the engine's own choice: long steps
+            while nobody waits for their end.
+    """
+    if asked is None:
+        return PREFILL_BLOCK, GPU_CHUNK_SIZE, PREFILL_BLOCK
+    return PREFILL_BLOCK if asked % PREFILL_BLOCK == 0 else asked, asked, asked

@@ -7,6 +7,7 @@ the set of requests or of launches changes, the host waits for what is under way
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_laguna.core.engine_sizes import GPU_CHUNK_SIZE, GPU_STEPS_AHEAD
+from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, gpu_chunks
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
@@ -53,7 +54,10 @@ class _Round:
 class GpuEngine(LLMEngine):
     """An ``LLMEngine`` whose steps run ahead on the device; ``gpu_weights.why_not`` says for which models."""
 
-    _STEPS_AHEAD, _CHUNK_SIZE = GPU_STEPS_AHEAD, GPU_CHUNK_SIZE
+    _STEPS_AHEAD = GPU_STEPS_AHEAD
+
+    def _chunk_sizes(self) -> tuple[int, int, int]:
+        return gpu_chunks(self.config.prefill_chunk_size)
 
     def _set_up(self, groups: Sequence[KVGroup], used: Sequence[int], limits: SchedulerLimits) -> KVBudget:
         target, proposer = self.target, self.proposer
@@ -82,7 +86,7 @@ class GpuEngine(LLMEngine):
         self._head = Head(self._programs, self._lanes)
         self._host_steps = HostSteps(self._programs, self._lanes, self._noise)
         self._prompts: Prompts = (
-            ChunkPrompts(self._programs, used, limits.prefill_chunk_size)
+            ChunkPrompts(self._programs, used, limits, self.max_model_len)
             if is_gpu
             else RowPrompts(self._programs, self._lanes)
         )
@@ -145,35 +149,52 @@ class GpuEngine(LLMEngine):
     # --- prompts
 
     def _prefill(self, chunks: Sequence[PrefillChunk], deltas: list[CompletionDelta]) -> None:
-        """Compute prompt chunks one after another; those that end a prompt yield its first output token."""
+        """Compute prompt chunks, those of one sequence at once; an end of a prompt yields its first token."""
         start_s = time.perf_counter()
-        for chunk in chunks:
-            sequence = chunk.sequence
-            self.scheduler.prepare(sequence, chunk.end - chunk.start)
-            tokens = sequence.request.prompt_token_ids[chunk.start : chunk.end]
-            wants_all = sequence.needs_prompt_logits
-            hidden = self._prompts.compute(sequence, chunk.start, tokens, wants_all=wants_all)
-            if wants_all:
-                hidden = hidden.clone()
-                self._add_prompt_rows(chunk, hidden)
-            self.scheduler.chunk_done(chunk)
-            if chunk.is_last:
-                token, logits = self._head.sample(hidden[-1:], sequence, chunk.end - 1)
-                sampled = self._host_steps.first_token(sequence, token, logits)
-                found = candidates_of(sequence, sampled, 0, 1)
-                if self._watcher is not None:
-                    self._watcher(sequence, logits.cpu())
-                self._emit(sequence, sampled.token_ids[0], 0, deltas, found)
+        for sequence, group in itertools.groupby(chunks, lambda chunk: chunk.sequence):
+            own = list(group)
+            for run in [own] if self._prompts.takes_many else [[chunk] for chunk in own]:
+                self._prefill_run(sequence, run, deltas)
         self._counters.num_steps += 1
         self._counters.prefill_s += time.perf_counter() - start_s
 
-    def _add_prompt_rows(self, chunk: PrefillChunk, hidden: Tensor) -> None:
-        request = chunk.sequence.request
+    def _prefill_run(
+        self, sequence: SequenceState, run: Sequence[PrefillChunk], deltas: list[CompletionDelta]
+    ) -> None:
+        """Compute chunks of one sequence, one after another, in one go."""
+        start, end = run[0].start, run[-1].end
+        for chunk in run:
+            self.scheduler.prepare(sequence, chunk.end - chunk.start)
+            self._prompts.note_pages(sequence, is_first=chunk is run[0])
+            if chunk is not run[-1]:
+                # What it leaves is kept, or let go, before the next takes pages.
+                self.scheduler.chunk_done(chunk)
+        tokens, wants_all = sequence.request.prompt_token_ids[start:end], sequence.needs_prompt_logits
+        try:
+            hidden = self._prompts.compute(sequence, start, tokens, wants_all=wants_all)
+        except BaseException:
+            self.reset_prefix_cache()
+            self.abort(sequence.request.request_id)
+            raise
+        if wants_all:
+            hidden = hidden.clone()
+            self._add_prompt_rows(sequence, start, hidden)
+        self.scheduler.chunk_done(run[-1])
+        if run[-1].is_last:
+            token, logits = self._head.sample(hidden[-1:], sequence, end - 1)
+            sampled = self._host_steps.first_token(sequence, token, logits)
+            found = candidates_of(sequence, sampled, 0, 1)
+            if self._watcher is not None:
+                self._watcher(sequence, logits.cpu())
+            self._emit(sequence, sampled.token_ids[0], 0, deltas, found)
+
+    def _add_prompt_rows(self, sequence: SequenceState, start: int, hidden: Tensor) -> None:
+        request = sequence.request
         assert request.prompt_logprobs is not None
         assert request.params.prompt_logprobs is not None
         request.prompt_logprobs += prompt_logprobs(
             hidden,
-            request.prompt_token_ids[chunk.start + 1 : chunk.end + 1],
+            request.prompt_token_ids[start + 1 : start + len(hidden) + 1],
             request.params.prompt_logprobs,
             self._head.logits,
             self.tokenizer,

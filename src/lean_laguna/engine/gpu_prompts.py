@@ -1,7 +1,7 @@
-"""Prompts on the device: a chunk of one sequence at a time, and the head for the rows that need it.
+"""Prompts on the device: chunks of one sequence at a time, and the head for the rows that need it.
 
-A chunk runs alone, at absolute boundaries, so what it leaves in the cache does not depend on neighbours or on
-what a cached prefix spared.
+Chunks start at absolute boundaries and see no neighbour, so what they leave in the cache does not depend on
+neighbours, on how many are computed at once, or on what a cached prefix spared.
 """
 
 from __future__ import annotations
@@ -13,22 +13,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lean_laguna.engine.block_pool import NULL_BLOCK
 from lean_laguna.engine.gpu_lanes import Lanes, mark
 from lean_laguna.engine.gpu_layout import has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
+from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width
-from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep
+from lean_laguna.kernels.triton.prefill import PrefillStep
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 
 
 class Prompts(Protocol):
-    """Computes chunks; keys, values and the drafter's context are written in stream order."""
+    """Computes chunks; keys, values and the drafter's context are written in stream order.
+
+    Attributes:
+        takes_many: One call may compute several chunks.
+    """
+
+    takes_many: bool
+
+    def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
+        """Take the pages of a chunk, ready as for its rows; ``is_first`` of those of the next ``compute``."""
+        ...
 
     def compute(
         self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
     ) -> Tensor:
-        """Run a chunk whose pages are there.
+        """Run chunks whose pages were noted.
 
         Returns:
             [1, D] after the final norm, of the last row, or [S, D] of all; valid until the next call.
@@ -39,8 +52,13 @@ class Prompts(Protocol):
 class RowPrompts:
     """Prompts through the decode kernels, 16 rows at a time: slow, and the same bits however they are cut."""
 
+    takes_many = False
+
     def __init__(self, programs: StepPrograms, lanes: Lanes):
         self._programs, self._lanes = programs, lanes
+
+    def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
+        """Nothing: they are the sequence's when its rows are computed."""
 
     def compute(
         self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
@@ -59,44 +77,75 @@ class RowPrompts:
 class ChunkPrompts:
     """Prompts through the kernels for chunks, on the tensor cores."""
 
-    def __init__(self, programs: StepPrograms, group_ids: Sequence[int], chunk_size: int):
-        """Set buffers aside for chunks of up to ``chunk_size`` tokens."""
-        self._programs, self._group_ids = programs, tuple(group_ids)
+    takes_many = True
+
+    def __init__(
+        self, programs: StepPrograms, group_ids: Sequence[int], limits: SchedulerLimits, max_model_len: int
+    ):
+        """Set buffers aside for as many tokens as a step may take of one prompt."""
+        self._programs, self._group_ids, self._block = programs, tuple(group_ids), limits.prefill_chunk_size
+        rows = most_rows(limits.budget(is_beside=False), self._block, max_model_len)
         taps, width = None, 0
         if programs.drafter is not None:
             D, width = programs.target.norm.shape[0], context_width(programs.drafter)
-            taps = programs.target.norm.new_zeros(chunk_size, len(programs.tap_layers), D)
-        scratch = PrefillScratch.allocate(programs.target, chunk_size, least_width=width)
+            taps = programs.target.norm.new_zeros(rows, len(programs.tap_layers), D)
+        scratch = PrefillScratch.allocate(programs.target, rows, block=self._block, context_width=width)
         self._step = PrefillStep(
             programs.target, programs.caches, scratch, tap_layers=programs.tap_layers, taps=taps
         )
         self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
+        self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
         self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
+
+    def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
+        """Take the pages of a chunk; see ``Prompts.note_pages``.
+
+        A table's entries that a later chunk has let go stay: its windowed layers may write over their pages,
+        for all that this chunk does in a layer comes first.
+        """
+        for group, table in zip(self._group_ids, sequence.tables, strict=True):
+            entries, host = np.array(table.as_tuple(), dtype=np.int32), self._host_tables[group]
+            if is_first:
+                host[:] = 0
+            np.copyto(host[: len(entries)], entries, where=entries != NULL_BLOCK)
 
     def compute(
         self, sequence: SequenceState, first: int, token_ids: Sequence[int], *, wants_all: bool
     ) -> Tensor:
-        """Run a chunk; see ``Prompts.compute``."""
+        """Run chunks; see ``Prompts.compute``."""
         programs, step = self._programs, self._step
-        for group, table in zip(self._group_ids, sequence.tables, strict=True):
-            entries = pinned_copy(np.array(table.as_tuple(), dtype=np.int32), programs.device)
-            self._tables[group][: len(entries)].copy_(entries, non_blocking=True)
+        for group in self._group_ids:
+            entries = pinned_copy(self._host_tables[group], programs.device)
+            self._tables[group].copy_(entries, non_blocking=True)
         ids = pinned_copy(np.array(token_ids, dtype=np.int32), programs.device)
         step.scratch.input_ids[: len(ids)].copy_(ids, non_blocking=True)
         tables = tuple(self._table_of[id(table)] for table in programs.caches.tables)
         hidden = step.run(step.scratch.input_ids, first, len(token_ids), tables=tables, all_rows=wants_all)
-        if programs.drafter is not None and step.taps is not None:
-            buffers = step.context_buffers(len(token_ids), context_width(programs.drafter))
+        self._append_context(first, len(token_ids))
+        return hidden
+
+    def _append_context(self, first: int, num_tokens: int) -> None:
+        """Write the drafter's context of the chunks just run, one by one: they may share pages."""
+        programs, step = self._programs, self._step
+        if programs.drafter is None or step.taps is None:
+            return
+        for at in range(0, num_tokens, self._block):
+            num = min(self._block, num_tokens - at)
+            buffers = step.context_buffers(num, context_width(programs.drafter))
             append_chunk_context(
                 programs.drafter,
                 programs.pools.group(programs.draft_group),
-                step.taps[: len(buffers[0])],
+                step.taps[at : at + len(buffers[0])],
                 self._tables[programs.draft_group],
-                first,
-                len(token_ids),
+                first + at,
+                num,
                 buffers,
             )
-        return hidden
+
+
+def most_rows(budget: int, block: int, max_model_len: int) -> int:
+    """Return the most tokens of one prompt in a step, whole blocks."""
+    return min(budget, -(-max_model_len // block) * block)
 
 
 class Head:

@@ -48,7 +48,7 @@ class LLMEngine:
         kv_bytes: Bytes set aside for keys and values.
     """
 
-    _STEPS_AHEAD, _CHUNK_SIZE = 0, CPU_CHUNK_SIZE
+    _STEPS_AHEAD = 0
 
     def __init__(
         self,
@@ -74,12 +74,14 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.tokenizer, self.target, self.proposer = tokenizer, target, proposer
         self.max_model_len = context_limit(config, target.config.max_position_embeddings)
+        chunk_size, *prefill_rows = self._chunk_sizes()
         limits = SchedulerLimits(
             config.max_num_seqs,
-            config.prefill_chunk_size or self._CHUNK_SIZE,
+            chunk_size,
             config.kv_block_size,
             proposer.max_draft_tokens if proposer is not None else 0,
             self._STEPS_AHEAD,
+            *prefill_rows,
         )
         self.controller = controller_for(proposer, num_speculative_tokens, config)
         self._draft_lengths = DraftLengths(self.controller)
@@ -110,6 +112,11 @@ class LLMEngine:
         self._requests: dict[str, RequestState] = {}
         self._counters = EngineCounters()
         self._deltas: list[CompletionDelta] = []
+
+    def _chunk_sizes(self) -> tuple[int, int, int]:
+        """Return where chunks of prompts end, and the most rows of a step, alone and beside decoding."""
+        size = self.config.prefill_chunk_size or CPU_CHUNK_SIZE
+        return size, size, size
 
     def _set_up(self, groups: Sequence[KVGroup], used: Sequence[int], limits: SchedulerLimits) -> KVBudget:
         """Set the KV cache aside and put the runner together; ``used`` are the groups that have layers."""

@@ -1,7 +1,8 @@
 """Which sequences compute what in the next step: admission, prefill chunks, decode rows.
 
 A sequence is admitted only when every KV block it can ever need is set aside, so nothing is preempted
-later; otherwise it waits. Prefill runs in chunks whose ends are absolute multiples of the chunk size.
+later; otherwise it waits. Prefill runs in chunks whose ends are absolute multiples of the chunk size; a step
+may take several of one sequence, one after another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes; ``prefill`` holds at most ``prefill_chunk_size`` rows in all."""
+    """What one step computes; ``prefill`` holds as many rows in all as ``SchedulerLimits`` says."""
 
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
@@ -45,10 +46,12 @@ class SchedulerLimits:
 
     Attributes:
         max_num_seqs: Sequences running at once.
-        prefill_chunk_size: Prompt rows per step, and where chunks end.
+        prefill_chunk_size: Where chunks end, at absolute multiples of it.
         kv_block_size: Positions per KV block.
         max_draft_tokens: Most draft tokens verified with an anchor.
         steps_ahead: Steps launched before the tokens of the first are known.
+        prefill_rows: Most prompt rows per step where nobody decodes; 0 takes one chunk's.
+        prefill_rows_beside: Likewise, where somebody does.
     """
 
     max_num_seqs: int
@@ -56,6 +59,8 @@ class SchedulerLimits:
     kv_block_size: int
     max_draft_tokens: int
     steps_ahead: int = 0
+    prefill_rows: int = 0
+    prefill_rows_beside: int = 0
 
     @property
     def decode_span(self) -> int:
@@ -65,6 +70,10 @@ class SchedulerLimits:
     def rows_per_step(self, total_positions: int) -> int:
         """Return the most positions of one sequence written while those before are still needed."""
         return min(total_positions, max(self.prefill_chunk_size, self.decode_span))
+
+    def budget(self, *, is_beside: bool) -> int:
+        """Return the most prompt rows of a step, beside decoding sequences or alone."""
+        return (self.prefill_rows_beside if is_beside else self.prefill_rows) or self.prefill_chunk_size
 
 
 class Scheduler:
@@ -144,16 +153,17 @@ class Scheduler:
         """Admit what fits, then plan one step; chunks are in order of admission."""
         if self.waiting:
             self._admit()
-        plan = StepPlan()
-        budget = self.limits.prefill_chunk_size
+        plan = StepPlan(decode=[sequence for sequence in self.running if not sequence.is_prefilling])
+        budget = self.limits.budget(is_beside=bool(plan.decode))
         for sequence in self.running:
-            if not sequence.is_prefilling:
-                plan.decode.append(sequence)
-                continue
-            chunk = self._next_chunk(sequence)
-            if chunk.end - chunk.start <= budget:
-                budget -= chunk.end - chunk.start
+            start = sequence.num_computed
+            while sequence.is_prefilling and start < sequence.num_prompt_tokens:
+                chunk = self._next_chunk(sequence, start)
+                if chunk.end - start > budget:
+                    break
+                budget -= chunk.end - start
                 plan.prefill.append(chunk)
+                start = chunk.end
         return plan
 
     def prepare(self, sequence: SequenceState, num_rows: int) -> None:
@@ -171,8 +181,8 @@ class Scheduler:
             self.prefix_cache.insert(sequence.prefix_keys, chunk.end, sequence.tables)
             self._land(sequence.prefix_keys[chunk.end // self.limits.prefill_chunk_size - 1], sequence)
 
-    def _next_chunk(self, sequence: SequenceState) -> PrefillChunk:
-        start, size = sequence.num_computed, self.limits.prefill_chunk_size
+    def _next_chunk(self, sequence: SequenceState, start: int) -> PrefillChunk:
+        size = self.limits.prefill_chunk_size
         return PrefillChunk(sequence, start, min((start // size + 1) * size, sequence.num_prompt_tokens))
 
     def _admit(self) -> None:

@@ -14,13 +14,13 @@ from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.engine_sizes import (
     CPU_CHUNK_SIZE,
     FAR_SPLIT_CHUNKS,
-    GPU_CHUNK_SIZE,
     GPU_STEPS_AHEAD,
     MAX_ORDERED_KEYS,
     MAX_ROWS,
     NEAR_SPLITS,
     ORDERED_SLACK,
     SPLIT_KEYS,
+    gpu_chunks,
 )
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.plan.inventory import FLOATS, Inventory
@@ -40,8 +40,9 @@ GROUP_LABELS = {
     "draft_full": "drafter, full",
     "draft_sliding": "drafter, sliding",
 }
-DEVICE_BYTES = 3 * GIB // 4
-"""What CUDA's context, loaded kernels and captured graphs take on a device; assumed, not ours to allocate."""
+DEVICE_BYTES = 5 * GIB // 8
+"""What CUDA's context without a stack, loaded kernels, captured graphs and the libraries' own workspaces take
+on a device; assumed, not ours to allocate."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class EngineLimits:
 
     Attributes:
         dtype: ``bfloat16`` or ``float32``, of unquantised weights, keys and values.
-        prefill_chunk_size: Prompt rows per step; None takes the engine's own.
+        prefill_chunk_size: Most prompt rows per step; None takes the engine's own.
         kv_block_size: Positions per block.
         enable_prefix_caching: Room for cached ends of prompts.
         kv_cache_dtype: ``auto``, or ``fp8``: the target's keys and values as FP8 codes.
@@ -65,9 +66,18 @@ class EngineLimits:
     kv_cache_dtype: str = "auto"
 
     @property
+    def block_size(self) -> int:
+        """Prompt rows between the places where a chunk can end."""
+        return gpu_chunks(self.prefill_chunk_size)[0] if self.is_on_gpu else self.chunk_size
+
+    @property
     def chunk_size(self) -> int:
-        """Prompt rows per step."""
-        return self.prefill_chunk_size or (GPU_CHUNK_SIZE if self.is_on_gpu else CPU_CHUNK_SIZE)
+        """Most prompt rows per step."""
+        return gpu_chunks(self.prefill_chunk_size)[1] if self.is_on_gpu else self._chunk_size_on_cpu
+
+    @property
+    def _chunk_size_on_cpu(self) -> int:
+        return self.prefill_chunk_size or CPU_CHUNK_SIZE
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -113,7 +123,7 @@ class EngineMemory:
 
         limits = SchedulerLimits(
             num_seqs,
-            self.limits.chunk_size,
+            self.limits.block_size,
             self.limits.kv_block_size,
             self._max_draft_tokens,
             GPU_STEPS_AHEAD if self.limits.is_on_gpu else 0,
@@ -151,16 +161,12 @@ class EngineMemory:
     def workspace(self, context: int, num_seqs: int) -> dict[str, int]:
         """Return a bound on what else is held, by what it is for."""
         config, drafter, size = self._config, self._drafter, self.limits.element_bytes
-        kinds = set(config.layer_types)
-        dims = sum(config.rope(kind).rotary_dim(config.head_dim) for kind in kinds)
-        taps = 0
-        if drafter is not None:
-            dims += drafter.rope.rotary_dim(drafter.head_dim)
-            taps = len(drafter.target_layer_ids)
-        row = (3 + taps) * config.hidden_size + self._widest_block()
+        dims = sum(config.rope(kind).rotary_dim(config.head_dim) for kind in set(config.layer_types))
+        dims += 0 if drafter is None else drafter.rope.rotary_dim(drafter.head_dim)
         rows = num_seqs * (1 + self._max_draft_tokens)
         if not self.limits.is_on_gpu:
             chunk = max(self.limits.chunk_size, rows)
+            row = self._stream_values() + max(self._block_values(), self._experts_values(1))
             return {
                 # Some values in float32 beside the engine's format.
                 "a chunk of prompt": chunk * row * (size + 4),
@@ -169,26 +175,53 @@ class EngineMemory:
                 # Cosine, sine and signed sine in float32.
                 "rotary tables": context * dims * 12,
             }
-        keys = -(-min(context, MAX_ORDERED_KEYS) // self.limits.chunk_size) * self.limits.chunk_size
-        keys = max(keys, self.limits.chunk_size + config.sliding_window) + ORDERED_SLACK
+        block, positions = self.limits.block_size, context + MAX_ROWS
+        chunk = min(self.limits.chunk_size, _whole(context, block))
+        work = max(
+            block * max(self._block_values(), self._context_values()),
+            chunk * self._experts_values(chunk // block),
+        )
+        keys = max(_whole(min(positions, MAX_ORDERED_KEYS), block), block + config.sliding_window)
+        keys += ORDERED_SLACK
         return {
-            "a chunk of prompt": self.limits.chunk_size * row * size,
+            "a chunk of prompt": (chunk * self._stream_values() + work) * size,
             "its keys and values in order": keys * 2 * config.num_key_value_heads * config.head_dim * size,
+            "the drafter's context projection, joint": self._context_values() * config.hidden_size * size,
             "logits and noise": MAX_ROWS * config.vocab_size * (4 + 4 + 8),
-            "rotary tables": context * dims * size,
+            "rotary tables": positions * dims * size,
             "parts of attention": self._attention_parts(context),
             "device: context, kernels, graphs": DEVICE_BYTES,
         }
 
-    def _widest_block(self) -> int:
-        """Return the values that one row leaves between the parts of a layer, in the widest one."""
+    def _stream_values(self) -> int:
+        """Return the values that a row has through all layers: residual stream, copies, what drafters tap."""
+        taps = 0 if self._drafter is None else len(self._drafter.target_layer_ids)
+        return (3 + taps) * self._config.hidden_size
+
+    def _block_values(self) -> int:
+        """Return the values that one row leaves between the parts of attention or of a dense MLP."""
         config = self._config
         heads, kv = max(config.num_attention_heads_per_layer), config.num_key_value_heads
         attention = (2 * heads + 2 * kv) * config.head_dim + heads
-        dense = 3 * config.intermediate_size if "dense" in config.mlp_layer_types else 0
-        routed = config.moe_intermediate_size + config.hidden_size
+        return max(attention, 3 * config.intermediate_size if "dense" in config.mlp_layer_types else 0)
+
+    def _experts_values(self, pieces: int) -> int:
+        """Return the values that one row leaves in a sparse MLP whose output comes in so many pieces."""
+        config = self._config
+        if "sparse" not in config.mlp_layer_types:
+            return 0
+        routed = config.moe_intermediate_size - (-config.hidden_size // pieces)
         sparse = config.num_experts + 3 * config.shared_expert_intermediate_size
-        return max(attention, dense, sparse + config.num_experts_per_tok * routed)
+        return sparse + config.num_experts_per_tok * routed
+
+    def _context_values(self) -> int:
+        """Return the values of keys and values that a row has in all layers of the drafter."""
+        drafter = self._drafter
+        return (
+            0
+            if drafter is None
+            else 2 * drafter.num_hidden_layers * drafter.num_key_value_heads * drafter.head_dim
+        )
 
     def _attention_parts(self, context: int) -> int:
         """Return the bytes of partial sums of attention, for 16 rows in float32."""
@@ -207,6 +240,11 @@ class EngineMemory:
     @property
     def _max_draft_tokens(self) -> int:
         return self._drafter.max_draft_tokens if self._drafter is not None else 0
+
+
+def _whole(count: int, block: int) -> int:
+    """Round up to whole blocks."""
+    return -(-count // block) * block
 
 
 def kv_groups(

@@ -108,7 +108,7 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
         "flags": [
             f"--max-model-len {wish.context}",
             f"--max-num-seqs {wish.num_streams}",
-            f"--max-num-batched-tokens {limits.chunk_size}",
+            *([f"--max-num-batched-tokens {limits.prefill_chunk_size}"] if limits.prefill_chunk_size else []),
             f"--kv-cache-memory-bytes {budget.total_bytes}",
             *(["--kv-cache-dtype fp8"] if limits.kv_cache_dtype == "fp8" else []),
         ],

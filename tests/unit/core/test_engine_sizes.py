@@ -7,15 +7,10 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.core import engine_sizes
 from lean_laguna.engine import gpu_state
 from lean_laguna.engine.gpu_engine import GpuEngine
-from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.kernels.triton import attention, launch
 
 
 def test_engines_and_kernels_take_their_sizes_from_here() -> None:
-    assert (LLMEngine._CHUNK_SIZE, GpuEngine._CHUNK_SIZE) == (
-        engine_sizes.CPU_CHUNK_SIZE,
-        engine_sizes.GPU_CHUNK_SIZE,
-    )
     assert GpuEngine._STEPS_AHEAD == engine_sizes.GPU_STEPS_AHEAD
     assert gpu_state.MAX_ROWS == launch.MAX_ROWS == engine_sizes.MAX_ROWS
     assert (attention.CHUNK, attention.FAR_CHUNKS) == (
@@ -25,5 +20,13 @@ def test_engines_and_kernels_take_their_sizes_from_here() -> None:
 
 
 def test_the_sizes_fit_together() -> None:
-    assert engine_sizes.GPU_CHUNK_SIZE % engine_sizes.CPU_CHUNK_SIZE == 0
-    assert engine_sizes.MAX_ORDERED_KEYS % engine_sizes.GPU_CHUNK_SIZE == 0
+    assert engine_sizes.GPU_CHUNK_SIZE % engine_sizes.PREFILL_BLOCK == 0
+    assert engine_sizes.MAX_ORDERED_KEYS % engine_sizes.PREFILL_BLOCK == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [(None, (2048, 8192, 2048)), (8192, (2048, 8192, 8192)), (512, (512, 512, 512)), (3000, (3000,) * 3)],
+)
+def test_chunks_are_whole_blocks_where_they_can_be(asked: int | None, sizes: tuple[int, int, int]) -> None:
+    assert engine_sizes.gpu_chunks(asked) == sizes

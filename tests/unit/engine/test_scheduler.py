@@ -22,8 +22,8 @@ class NoText:
         return ""
 
 
-def make_scheduler(full=64, sliding=64, max_num_seqs=4, caching=True, max_draft_tokens=3):
-    limits = SchedulerLimits(max_num_seqs, CHUNK, BLOCK, max_draft_tokens)
+def make_scheduler(full=64, sliding=64, max_num_seqs=4, caching=True, max_draft_tokens=3, **limits):
+    limits = SchedulerLimits(max_num_seqs, CHUNK, BLOCK, max_draft_tokens, **limits)
     groups = [KVGroup("full", 1, 1, 4, None), KVGroup("sliding", 1, 1, 4, WINDOW)]
     return Scheduler(limits, groups, [full + 1, sliding + 1], enable_prefix_caching=caching)
 
@@ -104,6 +104,20 @@ def test_step_computes_at_most_one_chunk_size_of_prompt_rows():
         scheduler.add(make_sequence(prompt))
     assert chunks(step(scheduler)) == [(0, 5), (0, 3)]
     assert chunks(step(scheduler)) == [(0, 8)]
+
+
+def test_a_step_may_take_several_chunks_and_fewer_while_others_decode():
+    scheduler = make_scheduler(prefill_rows=3 * CHUNK, prefill_rows_beside=CHUNK)
+    scheduler.add(make_sequence(range(29), max_tokens=3))
+    scheduler.add(make_sequence(range(100, 110)))
+    assert chunks(step(scheduler)) == [(0, 8), (8, 16), (16, 24)]
+    assert chunks(step(scheduler)) == [(24, 29), (0, 8), (8, 10)]
+    scheduler.add(make_sequence(range(200, 220)))
+    plan = step(scheduler)
+    assert chunks(plan) == [(0, 8)]
+    assert len(plan.decode) == 2
+    # Windowed layers took pages chunk by chunk, never more than for one.
+    assert scheduler.quotas(29)[1] == scheduler.quotas(290)[1] == 5
 
 
 def test_request_joins_while_another_decodes():

@@ -7,15 +7,17 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
+from lean_laguna.core.engine_sizes import gpu_chunks
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_engine import GpuEngine
+from lean_laguna.engine.gpu_prompts import most_rows
 from lean_laguna.engine.gpu_weights import target_weights
 from lean_laguna.engine.kv_budget import kv_cache_for, stored_groups
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.scheduler import Scheduler, SchedulerLimits
-from lean_laguna.kernels.triton import prefill
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.step import Scratch
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.models.dflash import DFlashDrafter
@@ -209,16 +211,18 @@ def test_the_workspace_grows_with_rows_and_context():
     assert small["logits and noise"] == 16 * 100352 * 16
 
 
+@pytest.mark.parametrize("chunk", [64, 8192, None])
 @pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 7}, {"intermediate_size": 700}])
-def test_the_workspace_on_a_gpu_holds_the_buffers_of_its_kernels(changes):
+def test_the_workspace_on_a_gpu_holds_the_buffers_of_its_kernels(changes, chunk):
     config = LagunaConfig.from_dict(targets.laguna_json(**changes, head_dim=16))
-    target = targets.random_target(config)
-    weights = target_weights(target, 256)
-    limits = EngineLimits("float32", 64)
-    found = EngineMemory(config, None, limits).workspace(256, 1)
-    scratch = prefill.PrefillScratch.allocate(weights, 64)
-    chunk = sum(t.nbytes for t in (scratch.hidden, scratch.normed, scratch.delta, scratch.work))
-    assert chunk <= found["a chunk of prompt"] <= 1.5 * chunk
+    target, context = targets.random_target(config), 5000 if chunk is None else 240
+    weights = target_weights(target, context + 16)
+    block, most, _ = gpu_chunks(chunk)
+    limits = EngineLimits("float32", chunk)
+    found = EngineMemory(config, None, limits).workspace(context, 1)
+    scratch = PrefillScratch.allocate(weights, most_rows(most, block, context), block=block)
+    chunk_bytes = sum(t.nbytes for t in (scratch.hidden, scratch.normed, scratch.delta, scratch.work))
+    assert chunk_bytes == found["a chunk of prompt"]
     assert sum(t.nbytes for t in scratch.keys) == found["its keys and values in order"]
     tables = {id(t): t.nbytes for layer in weights.layers for t in layer.rotary}
     assert sum(tables.values()) == found["rotary tables"]

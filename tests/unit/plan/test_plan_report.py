@@ -28,7 +28,7 @@ def test_what_fits_comes_with_the_flags_of_both_servers():
     found = planned("gb10", 262144, 2)
     text = " ".join(shown(found).split())
     assert "fits: " in text
-    assert "lean-laguna serve: --max-model-len 262144 --max-num-seqs 2 --max-num-batched-tokens 2048" in text
+    assert "lean-laguna serve: --max-model-len 262144 --max-num-seqs 2 --kv-cache-memory-bytes" in text
     assert "vllm serve: --max-model-len 262144 --max-num-seqs 2 --max-num-batched-tokens 8192" in text
     assert f"--kv-cache-memory-bytes {found['vllm']['kv_cache_memory_bytes']}" in text
     assert "262,144 (its limit)" in text

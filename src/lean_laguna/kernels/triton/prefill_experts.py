@@ -172,12 +172,14 @@ def _down_tile(
     start,
     end,
     n0,
+    left,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -188,7 +190,7 @@ def _down_tile(
     k = tl.arange(0, BLOCK_K)
     n = n0 + tl.arange(0, COLS)
     x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
-    rows = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
+    rows = expert.to(tl.int64) * N + tl.minimum(left + n, N - 1)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = (at_k + k < K)[None, :]
@@ -196,11 +198,11 @@ def _down_tile(
         w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
         acc = tl.dot(x, w, acc)
     y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
-    at = pair.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(terms_ptr + at, y, mask=(i < end)[:, None] & (n < N)[None, :])
+    at = pair.to(tl.int64)[:, None] * WIDTH + n[None, :]
+    tl.store(terms_ptr + at, y, mask=(i < end)[:, None] & (n < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left"])
 def _down_kernel(
     act_ptr,
     bank,
@@ -209,6 +211,7 @@ def _down_kernel(
     pairs_ptr,
     tiles_ptr,
     num_tiles_ptr,
+    left,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -217,9 +220,10 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (N + COLS - 1) // COLS
+    PARTS: tl.constexpr = (WIDTH + COLS - 1) // COLS
     LESS: tl.constexpr = ROWS // 2
     tile = tl.program_id(0) // PARTS
     n0 = tl.program_id(0) % PARTS * COLS
@@ -230,12 +234,12 @@ def _down_kernel(
         if HALVES and end - start <= LESS:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                N, K, LESS, COLS, BLOCK_K, STAGES, FORMAT,
+                left, N, K, LESS, COLS, BLOCK_K, STAGES, WIDTH, FORMAT,
             )  # fmt: skip
         else:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                N, K, ROWS, COLS, BLOCK_K, STAGES, FORMAT,
+                left, N, K, ROWS, COLS, BLOCK_K, STAGES, WIDTH, FORMAT,
             )  # fmt: skip
 
 
@@ -283,7 +287,13 @@ def expert_chunk_up(
 
 
 def expert_chunk_down(
-    act: Tensor, weight: Weight, sort: ExpertSort, terms: Tensor, num_tiles: int, tile: ExpertTile
+    act: Tensor,
+    weight: Weight,
+    sort: ExpertSort,
+    terms: Tensor,
+    num_tiles: int,
+    tile: ExpertTile,
+    first_column: int = 0,
 ) -> None:
     """Compute down of every pair, times its routing weight.
 
@@ -291,12 +301,13 @@ def expert_chunk_down(
         act: [C * A, F] from ``expert_chunk_up``.
         weight: [E, N, F], likewise.
         sort: From ``sort_by_expert``.
-        terms: [C * A, N], written by token, then ascending by expert id.
+        terms: [C * A, W], written by token, then ascending by expert id: W columns of the N.
         num_tiles: The most tiles there can be.
         tile: As given to ``sort_by_expert``.
+        first_column: Of the W.
     """
-    N, F = weight.shape[1:]
-    _down_kernel[(num_tiles * cdiv(N, tile.down),)](
+    (N, F), width = weight.shape[1:], terms.shape[1]
+    _down_kernel[(num_tiles * cdiv(width, tile.down),)](
         act,
         operand(weight),
         terms,
@@ -304,6 +315,7 @@ def expert_chunk_down(
         sort.pairs,
         sort.tiles,
         sort.num_tiles,
+        first_column,
         N=N,
         K=F,
         ROWS=tile.rows,
@@ -312,6 +324,7 @@ def expert_chunk_down(
         BLOCK_K=tile.block_k,
         STAGES=tile.down_stages,
         MAX_TILES=sort.tiles.shape[1],
+        WIDTH=width,
         FORMAT=format_of(weight),
         num_warps=tile.down_warps,
     )

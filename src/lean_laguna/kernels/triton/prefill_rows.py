@@ -94,20 +94,19 @@ def _add_norm_kernel(
     _store_normed(h, d, normed_ptr + row * D, weight_ptr, eps, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left"])
 def _combine_kernel(
     hidden_ptr,
     terms_ptr,
     shared_ptr,
-    weight_ptr,
-    normed_ptr,
     tap_ptr,
     num_tokens_ptr,
+    left,
     scaling,
-    eps,
     tap_stride,
     A: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TAP: tl.constexpr,
 ):
@@ -115,19 +114,20 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(num_tokens_ptr):
         return
-    d = tl.arange(0, BLOCK)
+    i = tl.arange(0, BLOCK)
+    own = i < WIDTH
+    d = left + i
     total = tl.zeros((BLOCK,), tl.float32)
     for a in tl.static_range(A):
-        total += tl.load(terms_ptr + (row * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += tl.load(terms_ptr + (row * A + a) * WIDTH + i, mask=own, other=0.0).to(tl.float32)
     y = (total.to(DTYPE).to(tl.float32) * scaling).to(DTYPE)
-    shared = tl.load(shared_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    shared = tl.load(shared_ptr + row * D + d, mask=own, other=0.0).to(tl.float32)
     y = (y.to(tl.float32) + shared).to(DTYPE)
-    old = tl.load(hidden_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    old = tl.load(hidden_ptr + row * D + d, mask=own, other=0.0).to(tl.float32)
     h = (old + y.to(tl.float32)).to(DTYPE)
-    tl.store(hidden_ptr + row * D + d, h, mask=d < D)
+    tl.store(hidden_ptr + row * D + d, h, mask=own)
     if TAP:
-        tl.store(tap_ptr + row * tap_stride + d, h, mask=d < D)
-    _store_normed(h, d, normed_ptr + row * D, weight_ptr, eps, D)
+        tl.store(tap_ptr + row * tap_stride + d, h, mask=own)
 
 
 @triton.jit
@@ -211,45 +211,40 @@ def combine(
     hidden: Tensor,
     terms: Tensor,
     shared: Tensor,
-    norm: Tensor,
-    normed: Tensor,
     num_tokens: Tensor,
-    eps: float,
+    first_column: int = 0,
     *,
     scaling: float,
     tap: Tensor | None = None,
 ) -> None:
-    """Add scaling * sum of a token's terms, and the shared expert, to the residual stream; normalise it.
+    """Add scaling * sum of a token's terms, and the shared expert, to some columns of the residual stream.
 
     Args:
         hidden: [T, D], changed in place.
-        terms: [T, A, D] weighted outputs of a token's experts, ascending by id; summed in this order in
+        terms: [T, A, W] weighted outputs of a token's experts, ascending by id; summed in this order in
             float32.
         shared: [T, D] output of the shared expert.
-        norm: [D] weight of the next block's RMSNorm.
-        normed: [T, D], written.
         num_tokens: [1] int32, rows that count.
-        eps: Of the norm.
+        first_column: Of the W among the D.
         scaling: Factor of the routed sum.
         tap: [T, D], any row stride: a second copy of the residual stream, or None.
     """
-    D = hidden.shape[1]
+    D, width = hidden.shape[1], terms.shape[2]
     _combine_kernel[(hidden.shape[0],)](
         hidden,
         terms,
         shared,
-        norm,
-        normed,
         hidden if tap is None else tap,
         num_tokens,
+        first_column,
         scaling,
-        eps,
         D if tap is None else tap.stride(0),
         A=terms.shape[1],
         D=D,
-        BLOCK=power_of_two(D),
+        WIDTH=width,
+        BLOCK=power_of_two(width),
         TAP=tap is not None,
-        num_warps=8,
+        num_warps=8 if width > 1024 else 4,
     )
 
 

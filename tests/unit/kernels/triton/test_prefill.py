@@ -12,7 +12,8 @@ from tests.support.targets import PagedRun, laguna_json, random_ids, random_targ
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, Tile
-from lean_laguna.kernels.triton.prefill import PrefillScratch, PrefillStep, next_chunk, shape_rows
+from lean_laguna.kernels.triton.prefill import PrefillStep
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch, shape_rows
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -86,8 +87,8 @@ class Scene:
         self.weights = kernel_weights(self.target, dtype, device)
         self.ids = random_ids(LENGTH, 3)
 
-    def step(self, seed=0, garbage=float("nan")):
-        """Fresh pages, in an order of their own, and fresh buffers."""
+    def step(self, seed=0, garbage=float("nan"), rows=CHUNK):
+        """Fresh pages, in an order of their own, and fresh buffers for chunks of so many rows."""
         config, blocks = self.target.config, -(-LENGTH // PAGE) + 5
         generator = torch.Generator().manual_seed(seed)
         size = (blocks + 1, PAGE, config.num_key_value_heads, config.head_dim)
@@ -102,17 +103,17 @@ class Scene:
             tables.append((kind, table.to(self.device)))
         pages = tuple((filled(*size), filled(*size)) for _ in config.layer_types)
         caches = Caches(pages, tuple(dict(tables)[kind] for kind in config.layer_types))
-        scratch = PrefillScratch.allocate(self.weights, CHUNK)
+        scratch = PrefillScratch.allocate(self.weights, rows, block=CHUNK)
         for buffer in (scratch.hidden, scratch.normed, scratch.delta, scratch.work, *scratch.keys):
             buffer.fill_(garbage)
-        taps = filled(CHUNK, len(TAPS), config.hidden_size)
+        taps = filled(rows, len(TAPS), config.hidden_size)
         return PrefillStep(self.weights, caches, scratch, TAPS, taps, TILES)
 
     def feed(self, step, end=LENGTH, start=0):
         """Run the chunks of a prompt; return hidden states and taps of every token."""
         hidden, taps, at = [], [], start
         while at < end:
-            n = next_chunk(at, end, CHUNK)
+            n = min(step.scratch.rows, end - at)
             step.scratch.input_ids[:n] = self.ids[at : at + n].to(self.device)
             hidden.append(step.run(step.scratch.input_ids, at, n, 1, all_rows=True).clone())
             taps.append(step.taps[:n].clone())
@@ -251,9 +252,20 @@ def test_decode_goes_on_from_a_prefilled_prompt(device):
     assert_near(logits[:3], expected[before : before + 3], dtype)
 
 
-def test_chunks_lie_where_absolute_positions_say():
-    assert [next_chunk(at, 5000, 2048) for at in (0, 2048, 4096)] == [2048, 2048, 904]
-    assert [next_chunk(at, 40000, 2048, 8192) for at in (0, 6144, 8192, 32768)] == [2048, 2048, 8192, 7232]
+def test_how_long_chunks_are_changes_no_bits(half, device, assert_same_bits):
+    scene = Scene(half, device)
+    step, long = scene.step(), scene.step(seed=7, rows=3 * CHUNK)
+    assert long.scratch.work.numel() < 3 * step.scratch.work.numel()
+    expected, found = scene.feed(step), scene.feed(long)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+    for mine, theirs in zip(scene.keys(long), scene.keys(step), strict=True):
+        for which in (0, 1):
+            assert_same_bits(mine[which], theirs[which])
+
+
+def test_blocks_are_padded_to_a_few_shapes():
     assert [shape_rows(n, 2048) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 512, 2048, 2048]
+    assert [shape_rows(n, 2048) for n in (2049, 4096, 8000)] == [2304, 4096, 8192]
     assert [shape_rows(n, 96) for n in (1, 96)] == [96, 96]
     assert shape_rows(700, 768) == 768

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.engine.gpu_packed import to_kernels
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
-from lean_laguna.kernels.triton.prefill_rows import combine
+from lean_laguna.kernels.triton.prefill_rows import combine, norm_rows
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
 from lean_laguna.quant.codec import encode, to_packed
@@ -32,32 +32,42 @@ def sorted_rows(scores, bias, rows, num_tokens, tile):
     return sort
 
 
-@pytest.mark.parametrize(("favourite", "halves"), [(0.0, False), (9.0, True)])
-def test_experts_equal_their_twin(plain, draw, poisoned, count, device, dtype, favourite, halves):
+@pytest.mark.parametrize(("favourite", "halves", "columns"), [(0.0, False, D), (9.0, True, 24)])
+def test_experts_equal_their_twin(plain, draw, poisoned, count, device, dtype, favourite, halves, columns):
     rows, n, tile = 64, 41, ExpertTile(32, 16, 32, 16, 4, 4, 2, 2, halves=halves)
     scores, bias = poisoned(rows, E + 3), draw(E, of=torch.float32)
     scores[:n] = draw(n, E + 3)
     scores[:n, 1] += favourite
     x, up, down = poisoned(rows, D), draw(E, 2 * F, D, scale=0.2), draw(E, D, F, scale=0.2)
     x[:n] = draw(n, D)
-    act, terms = poisoned(rows * A, F), poisoned(rows * A, D)
+    act = poisoned(rows * A, F)
     sort = sorted_rows(scores, bias, rows, n, tile)
     num_tiles = cdiv(rows * A, tile.rows) + E
     expert_chunk_up(x, up, sort, act, num_tiles, tile, top_k=A)
-    expert_chunk_down(act, down, sort, terms, num_tiles, tile)
-    shared, hidden, norm, normed = draw(n, D), draw(n, D), draw(D), poisoned(rows, D)
+    shared, hidden = draw(n, D), draw(n, D)
     found, tap = hidden.clone(), poisoned(n, 2, D)
-    combine(found, terms.view(rows, A, D), shared, norm, normed, count(n), 1e-6, scaling=2.5, tap=tap[:, 1])
+    for at in range(0, D, columns):
+        terms = poisoned(rows * A, min(columns, D - at))
+        expert_chunk_down(act, down, sort, terms, num_tiles, tile, at)
+        combine(found, terms.view(rows, A, -1), shared, count(n), at, scaling=2.5, tap=tap[:, 1])
+        assert terms.view(rows, A, -1)[n:].isnan().all()
 
     weights, ids = plain.route(scores[:n, :E], bias, A)
     routed = plain.moe(x[:n], up, down, weights, ids).to(dtype)
     expected = hidden + (routed * 2.5 + shared)
     bound = 2e-5 if dtype == torch.float32 else 6e-2
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
-    torch.testing.assert_close(normed[:n], plain.rms_norm(found, norm, 1e-6), atol=bound, rtol=bound)
     assert torch.equal(tap[:, 1], found)
-    assert normed[n:].isnan().all()
-    assert terms.view(rows, A, D)[n:].isnan().all()
+
+
+def test_rows_are_normalised_in_place_each_by_its_weight(plain, draw, device, tolerance):
+    x, weights = draw(6, D), draw(3, D)
+    found = x.clone()
+    norm_rows(found, weights, found, 5, 1e-6)
+    for i in range(5):
+        want = plain.rms_norm(x[i : i + 1], weights[i % 3], 1e-6)
+        torch.testing.assert_close(found[i : i + 1], want, atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[5], x[5])
 
 
 def test_pairs_lie_by_expert_then_token_and_ties_go_to_the_lower_id(device, dtype):

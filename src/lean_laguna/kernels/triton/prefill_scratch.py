@@ -1,0 +1,189 @@
+"""Buffers of a prefilled chunk, and the blocks of rows it is computed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, ORDERED_SLACK, PREFILL_BLOCK
+from lean_laguna.kernels.triton.formats import Packed, Weight
+from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.prefill_sort import ExpertSort
+from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
+
+MIN_ROWS = 256
+"""Rows of the smallest shape that the last block of a prompt is padded to; the others are its doublings."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a chunk that the library's products take at once.
+
+    Attributes:
+        at: First row in the chunk.
+        rows: Its padded shape.
+        length: [1] int32 on the device, tokens of it.
+    """
+
+    at: int
+    rows: int
+    length: Tensor
+
+    @property
+    def own(self) -> slice:
+        """Its rows among the chunk's."""
+        return slice(self.at, self.at + self.rows)
+
+
+def block_rows(num_tokens: int, block: int, min_rows: int = MIN_ROWS) -> int:
+    """Return the rows that a block of ``num_tokens`` tokens is padded to: a function of its length alone."""
+    rows = min(min_rows, block)
+    while rows < num_tokens:
+        rows *= 2
+    return min(rows, block)
+
+
+def shape_rows(num_tokens: int, block: int, min_rows: int = MIN_ROWS) -> int:
+    """Return the rows of a chunk of ``num_tokens`` tokens: whole blocks, and the padded last one."""
+    rest = num_tokens % block
+    return num_tokens - rest + (block_rows(rest, block, min_rows) if rest else 0)
+
+
+@dataclass(frozen=True)
+class PrefillScratch:
+    """Buffers of a chunk; contents mean nothing between runs.
+
+    Attributes:
+        rows: C, the most tokens of a chunk.
+        block: Tokens of a block; C is a multiple of it.
+        input_ids: [C] int32, where a caller may put the chunk's tokens.
+        length: [1] int32, tokens of the chunk.
+        lengths: [C / block] int32, tokens of each block.
+        starts: [C / block] int32, its first row.
+        hidden: [C, D] residual stream.
+        normed: [C, D].
+        delta: [C, D] what an attention or MLP block adds.
+        work: Flat; what lives within one block of rows, or within the experts.
+        keys: Keys and values of one layer in order of position, [S, J, P] each.
+        sort: A chunk's rows by expert.
+        decoded: Flat; one packed weight at a time, decoded for the library.
+    """
+
+    rows: int
+    block: int
+    input_ids: Tensor
+    length: Tensor
+    lengths: Tensor
+    starts: Tensor
+    hidden: Tensor
+    normed: Tensor
+    delta: Tensor
+    work: Tensor
+    keys: tuple[Tensor, Tensor]
+    sort: ExpertSort
+    decoded: Tensor
+
+    @classmethod
+    def allocate(
+        cls, weights: TargetWeights, rows: int, *, block: int = PREFILL_BLOCK, context_width: int = 0
+    ) -> PrefillScratch:
+        """Return buffers for chunks of up to ``rows`` tokens.
+
+        Args:
+            weights: Of the target.
+            rows: C.
+            block: Tokens of a block, where C is a multiple of so many; else all of a chunk is one block.
+            context_width: Values a row that a drafter's context has, for which ``work`` has room too.
+        """
+        device, dtype, D = weights.head.device, weights.head.dtype, weights.head.shape[1]
+        block = block if rows % block == 0 else rows
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        sparse = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, SparseWeights)]
+        ordered = _ordered_shape(weights, block)
+        work = max(
+            block_values(weights, block), rows * experts_width(weights, rows, block), block * context_width
+        )
+        return cls(
+            rows=rows,
+            block=block,
+            input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
+            length=torch.zeros(1, dtype=torch.int32, device=device),
+            lengths=torch.zeros(rows // block, dtype=torch.int32, device=device),
+            starts=torch.arange(0, rows, block, dtype=torch.int32, device=device),
+            hidden=empty(rows, D),
+            normed=empty(rows, D),
+            delta=empty(rows, D),
+            work=empty(work),
+            keys=(empty(*ordered), empty(*ordered)),
+            sort=ExpertSort.allocate(
+                rows,
+                experts=max((m.gate_up.shape[0] for m in sparse), default=1),
+                top_k=max((m.top_k for m in sparse), default=1),
+                device=device,
+            ),
+            decoded=empty(max((w.shape[0] * w.shape[1] for w in _packed_linears(weights)), default=0)),
+        )
+
+    def blocks(self, num_tokens: int) -> list[Block]:
+        """Note a chunk's length on the device, and return its blocks."""
+        self.length.fill_(num_tokens)
+        torch.clamp(num_tokens - self.starts, 0, self.block, out=self.lengths)
+        return [
+            Block(at, block_rows(min(self.block, num_tokens - at), self.block), self.lengths[i : i + 1])
+            for i, at in enumerate(range(0, num_tokens, self.block))
+        ]
+
+
+def split(flat: Tensor, rows: int, *widths: int) -> list[Tensor]:
+    """Cut the start of a flat buffer into [rows, width] views, one after another."""
+    parts, at = [], 0
+    for width in widths:
+        parts.append(flat[at : at + rows * width].view(rows, width))
+        at += rows * width
+    return parts
+
+
+def block_values(weights: TargetWeights, block: int) -> int:
+    """Return the values that attention and dense MLPs leave for one block of rows, in the widest layer."""
+    widths = [_attention_width(layer) for layer in weights.layers]
+    dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseWeights)]
+    return block * max(widths + [mlp.gate_up.shape[0] + mlp.down.shape[1] for mlp in dense])
+
+
+def experts_width(weights: TargetWeights, rows: int, block: int) -> int:
+    """Return the values a row that sparse layers leave; the longer a chunk, the fewer columns at a time."""
+    widths = [0]
+    for mlp in (layer.mlp for layer in weights.layers):
+        if isinstance(mlp, SparseWeights):
+            wide = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1] + mlp.top_k * mlp.down.shape[2]
+            widths.append(wide + mlp.top_k * cdiv(mlp.down.shape[1], rows // block))
+    return max(widths)
+
+
+def _attention_width(layer: LayerWeights) -> int:
+    shape = layer.attention.shape
+    return shape.width + shape.num_heads * shape.head_dim
+
+
+def _ordered_shape(weights: TargetWeights, block: int) -> tuple[int, int, int]:
+    shapes = [layer.attention.shape for layer in weights.layers]
+    longest = min(weights.layers[0].rotary[0].shape[0], MAX_ORDERED_KEYS)
+    # Blocks of keys start at multiples of their own size.
+    most = max(cdiv(longest, block) * block, *(block + s.window for s in shapes))
+    return most + ORDERED_SLACK, shapes[0].num_kv_heads, shapes[0].head_dim
+
+
+def _packed_linears(weights: TargetWeights) -> list[Packed]:
+    """Return the packed weights that the library multiplies; banks of experts have kernels."""
+    linears: list[Weight | None] = []
+    for layer in weights.layers:
+        mlp = layer.mlp
+        linears += [layer.attention.qkv, layer.attention.gate, layer.attention.out]
+        linears += [mlp.gate_up, mlp.down] if isinstance(mlp, DenseWeights) else []
+        linears += [mlp.shared_gate_up, mlp.shared_down] if isinstance(mlp, SparseWeights) else []
+    return [weight for weight in linears if isinstance(weight, Packed)]
