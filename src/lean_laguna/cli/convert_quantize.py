@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lean_laguna.quant.scheme import WeightScheme
 
 _MAX_WORKERS = 64
-# One reaches a disk's speed; many get in each other's way: every small operation takes Python's lock.
-_WORKERS = {"cpu": 2, "cuda": 4}
+# Threads: a GPU encodes, they read and write.
+_GPU_WORKERS = 4
 HELP = """\
 usage: lean-laguna convert quantize SOURCE DESTINATION --scheme NAME [options]
 
@@ -40,7 +40,7 @@ goes on. Exit status 1 where --like finds differing bytes.
                             --max-text-tokens N (4096); for a drafter, --target NAME: acceptance on
                             --prompts SET (mixed)
   --device auto|cpu|cuda    where weights are encoded, to the same bytes, and checked
-  --workers N, --json       threads (2, with a GPU 4); one line of JSON last, nothing else on stdout
+  --workers N, --json       processes (one per CPU, up to 16); one line of JSON last, alone on stdout
 
 example: lean-laguna convert quantize nano nano-nvfp4 --scheme nvfp4 --check
 """
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_words(args)
     from lean_laguna.cli.terminal import Terminal
-    from lean_laguna.convert.quantize import quantize
+    from lean_laguna.convert.quantize import default_workers, quantize
     from lean_laguna.convert.source import open_source
     from lean_laguna.convert.vllm_limits import vllm_limits
     from lean_laguna.engine.loading import resolve_device
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(resolve_model(args.source))
     text = _text(args, source)
     device = resolve_device(args.device)
-    workers = args.workers or _WORKERS[device.type]
+    workers = args.workers or (default_workers(source) if device.type == "cpu" else _GPU_WORKERS)
     report: dict[str, Any] = {"source": str(source.path), "destination": str(args.destination)}
     schemes, shares_divisors, status = _choose(args, source, workers, terminal, report)
     report["vllm_limits"] = vllm_limits(source, schemes)
@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             progress=show,
         )
-    report |= {"conversion_s": time.monotonic() - started, "cpu_s": time.process_time() - cpu_started}
+    cpu_s = time.process_time() - cpu_started + result.workers_cpu_s
+    report |= {"num_workers": workers, "conversion_s": time.monotonic() - started, "cpu_s": cpu_s}
     report |= _describe(result, schemes, source)
     _table(report, terminal)
     if args.check:
@@ -222,7 +223,7 @@ def _describe(result: QuantizeResult, schemes: dict[str, WeightScheme], source: 
         "source_bytes": result.source_bytes,
         "written_bytes": result.written_bytes,
         "num_resumed_files": result.num_resumed_files,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": peak_rss_bytes() + result.workers_peak_rss_bytes,
     }
 
 

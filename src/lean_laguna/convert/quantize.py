@@ -17,17 +17,22 @@ from typing import Any
 import torch
 
 from lean_laguna.convert.conversion_state import STATE_FILE, ConversionState, size_of
+from lean_laguna.convert.part_converter import Conversion
 from lean_laguna.convert.quantize_config import quantization_json
 from lean_laguna.convert.shard_conversion import Progress, ShardConversion
+from lean_laguna.convert.shard_layout import shard_layout
 from lean_laguna.convert.source import Source
-from lean_laguna.convert.weight_encoder import WeightEncoder, WeightError, encoder_pool
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.convert.weight_encoder import WeightError
+from lean_laguna.convert.worker_pool import worker_pool
+from lean_laguna.core.cpus import usable_cpus
+from lean_laguna.core.errors import ConfigError, WorkerError
 from lean_laguna.core.files import atomic_write_json
 from lean_laguna.quant.scheme import TensorSpec, WeightScheme
 
 _INDEX = "model.safetensors.index.json"
 # Left over on the disk beside the result: other files, the file system's own.
 _SPARE_BYTES = 64 << 20
+_MOST_WORKERS, _WORKER_BYTES = 16, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class QuantizeResult:
         written_bytes: Of all files with tensors after.
         num_resumed_files: Files that an earlier run had finished.
         errors: Per linear, where asked for.
+        num_workers: Workers, this process included.
+        workers_cpu_s: Time that other processes have taken for it.
+        workers_peak_rss_bytes: Memory that they have taken.
     """
 
     num_modules: int
@@ -47,6 +55,19 @@ class QuantizeResult:
     written_bytes: int
     num_resumed_files: int
     errors: Mapping[str, WeightError]
+    num_workers: int
+    workers_cpu_s: float
+    workers_peak_rss_bytes: int
+
+
+def default_workers(source: Source) -> int:
+    """Return how many workers a conversion on a CPU should have: one per usable CPU.
+
+    Few for a small checkpoint, since a process takes a second to start, and no more than memory and disks
+    bear: each takes about 0.3 GB.
+    """
+    num_bytes = sum(source.tensors.bytes_of(name)[2] for name in source.tensors.names())
+    return max(1, min(usable_cpus(), _MOST_WORKERS, num_bytes // _WORKER_BYTES))
 
 
 def quantize(
@@ -66,7 +87,7 @@ def quantize(
         source: The checkpoint.
         destination: A folder that does not exist yet, or an empty one.
         schemes: Of the linears to quantise, from ``quantize_plan``.
-        num_workers: Threads.
+        num_workers: Processes, this one included; with a GPU, threads.
         is_checked: Decode every weight again and keep its error.
         shares_divisors: As ``WeightEncoder``.
         device: As ``WeightEncoder``.
@@ -75,21 +96,22 @@ def quantize(
     Raises:
         CheckpointError: A weight is not finite or a file is damaged; nothing is left behind.
         ConfigError: The destination is taken or cannot be written to, or the disk is too small.
+        WorkerError: A worker was killed; what is finished stays, and the same call goes on from there.
     """
     final = Path(destination)
     config = {**source.config, "quantization_config": quantization_json(source, schemes)}
     config.pop("compression_config", None)
-    layouts = {file: _layout(source, names, schemes) for file, names in source.names_by_file().items()}
+    layouts = {file: shard_layout(source, names, schemes) for file, names in source.names_by_file().items()}
     _check_destination(source, final, layouts)
     partial = final.with_name(f".{final.name}.partial")
     state = ConversionState.load(partial, _fingerprint(source, schemes, is_checked, shares_divisors))
     num_resumed = len(state.files)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        encoder = WeightEncoder(source, schemes, shares_divisors=shares_divisors, device=device)
-        run = ShardConversion(source, partial, encoder, state, is_checked=is_checked, progress=progress)
-        with encoder_pool(num_workers) as pool:
-            run.run(layouts, schemes, pool)
+        conversion = Conversion(source, schemes, partial, shares_divisors, str(device), is_checked)
+        run = ShardConversion(source, partial, state, progress=progress)
+        with worker_pool(conversion, num_workers) as pool:
+            run.run(layouts, pool)
         written = sum(state.files.values())
         _finish(source, partial, layouts, config)
         if final.is_dir():
@@ -98,26 +120,21 @@ def quantize(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"cannot write {final}: {error.strerror or error}") from None
+    except WorkerError:
+        raise
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return QuantizeResult(len(schemes), run.total, written, num_resumed, state.errors)
-
-
-def _layout(source: Source, names: list[str], schemes: Mapping[str, WeightScheme]) -> dict[str, TensorSpec]:
-    """Return the tensors that a file of the source becomes, in its order."""
-    tensors = source.tensors
-    specs: dict[str, TensorSpec] = {}
-    for name in names:
-        module = name.removesuffix(".weight")
-        kind = tensors.dtype_name(name)
-        if module in schemes and name.endswith(".weight"):
-            parts = schemes[module].tensors(*source.shapes[module], scale_dtype=kind)
-            specs |= {f"{module}.{part}": spec for part, spec in parts.items()}
-        else:
-            specs[name] = TensorSpec(tensors.shape(name), kind)
-    # Wide types first, so that every tensor begins at a multiple of its element's size.
-    return dict(sorted(specs.items(), key=lambda item: -item[1].element_bytes))
+    return QuantizeResult(
+        len(schemes),
+        run.total,
+        written,
+        num_resumed,
+        state.errors,
+        num_workers,
+        pool.cpu_s,
+        pool.peak_rss_bytes,
+    )
 
 
 def _check_destination(source: Source, final: Path, layouts: Mapping[Path, Mapping[str, TensorSpec]]) -> None:

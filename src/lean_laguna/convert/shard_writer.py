@@ -1,4 +1,4 @@
-"""A safetensors file that is written piece by piece, by several threads, and appears whole or not at all."""
+"""A safetensors file written piece by piece, maybe by several processes; it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from lean_laguna.quant.scheme import TensorSpec
 _COPY_BYTES = 1 << 20
 # safetensors aligns the tensors' bytes to this by blanks after the header.
 _ALIGNMENT = 8
+# What transformers and vLLM look for: whose tensors these are.
+_METADATA = {"format": "pt"}
 
 
 class ShardWriter:
     """Writes the tensors of one file at their places; ``finish`` gives the file its name."""
 
-    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]):
-        """Lay out a file.
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], *, is_joined: bool = False):
+        """Lay out a file, or open one that another writer has laid out.
 
         Args:
             path: The finished file; until then it lies beside it.
             specs: All its tensors, in order.
-            metadata: Of the header.
+            is_joined: Write into another's unfinished file, maybe another process's, who will finish it.
 
         Raises:
             ConfigError: The folder cannot be written to.
         """
         self.path, self._partial = path, path.with_name(f".{path.name}.partial")
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        header: dict[str, object] = {"__metadata__": _METADATA}
         at, self._specs = 0, dict(specs)
         places: dict[str, int] = {}
         for name, spec in specs.items():
@@ -51,6 +53,9 @@ class ShardWriter:
         self._places = {name: start + place for name, place in places.items()}
         self.num_bytes = start + at
         try:
+            if is_joined:
+                self._handle = os.open(self._partial, os.O_WRONLY)
+                return
             self._handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             os.pwrite(self._handle, len(text).to_bytes(8, "little") + text, 0)
             os.ftruncate(self._handle, self.num_bytes)
@@ -93,6 +98,10 @@ class ShardWriter:
         os.fsync(self._handle)
         os.close(self._handle)
         os.replace(self._partial, self.path)
+
+    def close(self) -> None:
+        """Close a file that another writer finishes."""
+        os.close(self._handle)
 
     def discard(self) -> None:
         """Remove the unfinished file."""

@@ -6,6 +6,7 @@
     ├── RequestError           a request cannot be served as asked
     ├── DataError              training or evaluation data is unusable
     ├── BackendError           a server that is asked over HTTP fails, or cannot be reached
+    ├── WorkerError            a process that this one has started was killed
     └── MissingDependencyError an optional package is not installed
 
 Each message says what was found, where, and what would be right. The command line prints the message
@@ -58,6 +59,10 @@ class BackendError(LeanLagunaError):
     def __init__(self, message: str, *, status: int | None = None):
         super().__init__(message)
         self.status = status
+
+
+class WorkerError(LeanLagunaError):
+    """A process that this one has started has ended before its work did: killed, or out of memory."""
 
 
 class MissingDependencyError(LeanLagunaError, ImportError):

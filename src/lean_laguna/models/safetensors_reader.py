@@ -45,6 +45,10 @@ class CheckpointReader:
                     f"{file}: tensor '{name}' is missing, though {_INDEX} says that it is there"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process is sent: it opens files of its own."""
+        return {**self.__dict__, "_open": {}}
+
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lean_laguna.convert import shard_conversion
+from lean_laguna.convert.shard_conversion import parts_of
 from lean_laguna.convert.shard_writer import ShardWriter
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
@@ -71,3 +72,18 @@ def test_the_next_file_is_begun_before_the_last_is_flushed_but_no_third(
     convert(source, tmp_path / "made", "experts", "nvfp4")
     assert most_unflushed == 2
     load_laguna(tmp_path / "made")
+
+
+def test_parts_are_in_order_and_whole_and_keep_together_what_shares_a_divisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_conversion, "_PART_BYTES", 10)
+    names = ["a.norm.weight", "a.q_proj.weight", "a.o_proj.weight", "a.k_proj.weight", "b.bias", "c.weight"]
+    sizes = dict(zip(names, [1, 8, 30, 8, 3, 4], strict=True))
+    parts = list(parts_of(Path("x"), names, sizes))
+    assert [part.names for part in parts] == [
+        ("a.norm.weight", "a.q_proj.weight", "a.k_proj.weight"),
+        ("a.o_proj.weight",),
+        ("b.bias", "c.weight"),
+    ]
+    assert [part.num_bytes for part in parts] == [17, 30, 7]

@@ -23,7 +23,7 @@ def test_pieces_in_any_order_make_the_file(tmp_path: Path) -> None:
         "shape": TensorSpec((2,), "I64"),
         "scale": TensorSpec((1,), "F32"),
     }
-    writer = ShardWriter(tmp_path / "new.safetensors", specs, {"format": "pt"})
+    writer = ShardWriter(tmp_path / "new.safetensors", specs)
     writer.write("w", weight[7:], 7)
     writer.write("w", weight[:7])
     writer.write("scale", torch.tensor([2.5]))
@@ -43,23 +43,23 @@ def test_pieces_in_any_order_make_the_file(tmp_path: Path) -> None:
 def test_bytes_are_copied_as_they_are(tmp_path: Path) -> None:
     data = bytes(range(200))
     (tmp_path / "source").write_bytes(b"head" + data)
-    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((200,), "U8")}, {})
+    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((200,), "U8")})
     writer.copy("x", tmp_path / "source", 4)
     writer.finish()
     assert load_file(str(tmp_path / "new.safetensors"))["x"].tolist() == list(data)
 
 
 def test_a_discarded_file_leaves_nothing(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((2,), "U8")}, {})
+    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((2,), "U8")})
     writer.discard()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_source_that_ends_early_and_a_missing_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"123")
-    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((200,), "U8")}, {})
+    writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((200,), "U8")})
     with pytest.raises(ConfigError, match="short: ended early"):
         writer.copy("x", tmp_path / "short", 0)
     writer.discard()
     with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
-        ShardWriter(tmp_path / "nowhere" / "new.safetensors", {}, {})
+        ShardWriter(tmp_path / "nowhere" / "new.safetensors", {})
