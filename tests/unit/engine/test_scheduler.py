@@ -244,7 +244,10 @@ def test_removal_at_any_time_frees_everything(num_steps):
 def test_random_load_never_runs_out_and_leaks_nothing(seed):
     rng = random.Random(seed)
     scheduler = make_scheduler(
-        full=rng.randint(12, 40), sliding=rng.randint(10, 30), max_num_seqs=rng.randint(1, 6)
+        full=rng.randint(12, 40),
+        sliding=rng.randint(10, 30),
+        max_num_seqs=rng.randint(1, 6),
+        prefill_rows=rng.choice((0, 3 * CHUNK)),
     )
     alive = []
     for _ in range(300):
