@@ -67,6 +67,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Say whether the copy engine brings rows into shared memory: from Hopper on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
 def _function(source: Source, device_index: int, shared_bytes: int) -> ctypes.c_void_p:
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     code = compiled(source, architecture(device_index))

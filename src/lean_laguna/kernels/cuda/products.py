@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source
-from lean_laguna.kernels.cuda.driver import multiprocessors
+from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
 from lean_laguna.kernels.cuda.formats import (
     code_of,
     expert_factors,
@@ -30,6 +30,8 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
+BULK_COLUMNS = 4096
+"""Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
 ADD_RING, LONE_ADD_RING = 12, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
@@ -66,6 +68,21 @@ def _chunks(weight: Weight) -> int:
     if not isinstance(weight, Packed):
         return 1
     return 4 if weight.kind in ("fp4", "int4") else 2
+
+
+def _is_bulk(weight: Weight) -> bool:
+    """Say whether rows come by the copy engine."""
+    return isinstance(weight, Tensor) and has_bulk_copies(weight.device)
+
+
+def _unit_ring(weight: Weight) -> tuple[int, int]:
+    """Return the length of a ring of a weight's units of 8 rows, and its bytes with what is kept beside."""
+    k = weight.shape[-1]
+    if _is_bulk(weight):
+        ring = max(1, BULK_COLUMNS // k)
+        return ring, ring * (8 * (k + 32) * 2 + 8)
+    ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
+    return ring, ring * THREADS * _item_bytes(weight)
 
 
 def _codes(weight: Weight) -> Tensor:
@@ -112,7 +129,8 @@ def project(
     """
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
-    ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
+    is_bulk = _is_bulk(weight)
+    ring, ring_bytes = _unit_ring(weight)
     tall = tall_log(weight)
     source = Source.of(
         "project",
@@ -121,6 +139,7 @@ def project(
         K=k,
         N=n,
         WARPS=WARPS,
+        BULK=is_bulk,
         RING=ring,
         COLS=launch.cols,
         GATED=gated,
@@ -128,7 +147,7 @@ def project(
         PROGRAMS=LONE_PROGRAMS if launch.cols == 1 else 2,
     )
     shared = (
-        ring * THREADS * _item_bytes(weight)
+        ring_bytes
         + launch.cols * (k + 8) * 2
         + (k // 2 if launch.cols == 1 else k * 2)
         + 2 * WARPS * launch.cols * 8 * 4

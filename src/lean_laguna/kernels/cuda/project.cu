@@ -1,7 +1,8 @@
 // Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K row length; N output columns; WARPS that share a row; RING 16-byte loads in flight a lane; COLS tokens (1, 8 or
-// 16; the instruction is the same, and so a row's bits); PROGRAMS a multiprocessor should hold;
+// -D: K row length; N output columns; WARPS that share a row; COLS tokens (1, 8 or 16; the instruction is the same, and so
+// a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
+// ahead; otherwise RING 16-byte loads in flight a lane;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
 // FORMAT of the weight (packed.cuh), TALL.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
@@ -14,6 +15,9 @@
 #define ROW (K * BITS / 16)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define STRIDE (K + 8)
+// Rows of a bulk unit lie so that the eight lanes which shared memory serves at once find it in different banks.
+#define ROW_STRIDE (K + 32)
+#define RING_SIZE (BULK ? RING * 8 * ROW_STRIDE : RING * WARPS * 256)
 // Elements set aside for the norm's weights, or for the squares of a lone row.
 #define SCALES (COLS == 1 ? K / 4 : K)
 #define OUTPUTS (GATED ? 4 : 8)
@@ -59,16 +63,32 @@ KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
         u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING * WARPS * 256;
+    u16 *tokens = ring + RING_SIZE;
     u16 *scale = tokens + COLS * STRIDE;
     float *sums = (float *)(scale + SCALES);
-    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
-    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
     stamp(STARTED);
+#if BULK
+    u64 *arrivals = (u64 *)(sums + 2 * WARPS * COLS * 8);
+    // The first warp asks for a unit, a row a lane.
+    auto ask = [&](int slot, int unit) {
+        if (warp > 0 || unit >= count) return;
+        if (lane == 0) expect_bytes(arrivals + slot, 8 * K * 2);
+        __syncwarp();
+        if (lane < 8) copy_bulk(ring + (slot * 8 + lane) * ROW_STRIDE, weight + row_at(unit, lane) * K, K * 2, arrivals + slot);
+    };
+    if (thread == 0) {
+        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
+        show_arrivals();
+    }
+    __syncwarp();
+    for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
+#else
+    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
+    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
@@ -79,6 +99,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                                   (j % LOADS) * words_an_item(FORMAT),
                               unit < count);
     }
+#endif
     uint4 own_scale[OWN_PIECES(K, WARPS)];
     if (COLS == 1) {
 #pragma unroll
@@ -105,8 +126,45 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     stamp(PREPARED);
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
     int buffer = 0;
+    // Adds up the warps' parts of a unit; another unit's sums may be written once this barrier is passed.
+    auto leave = [&](const float (&even)[4], const float (&odd)[4]) {
+        float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
+        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+        if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+        __syncthreads();
+    };
+    auto add_up = [&](int unit, float by, float by_up) {
+        const int token = thread / OUTPUTS, n = thread % OUTPUTS;
+        if (token < live) {
+            const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
+            float y = 0.0f, up = 0.0f;
+            for (int w = 0; w < WARPS; w++) {
+                y += from[w * COLS * 8];
+                if (GATED) up += from[w * COLS * 8 + 4];
+            }
+            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
+        }
+        buffer ^= 1;
+        if (unit == blockIdx.x) stamp(FIRST_DONE);
+    };
+#if BULK
+    int slot = 0, parity = 0;
+    for (int unit = blockIdx.x; unit < count; unit += step) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
+        wait_for_bytes(arrivals + slot, parity);
+#pragma unroll
+        for (int k = 0; k < PART; k += 32)
+            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
+                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
+        leave(even, odd);
+        ask(slot, unit + RING * step);
+        add_up(unit, 1.0f, 1.0f);
+        if (++slot == RING) slot = 0, parity ^= 1;
+    }
+#else
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
@@ -137,28 +195,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
-                    float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-                    if (g < COLS)
-                        *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-                    if (COLS > 8)
-                        *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+                    leave(even, odd);
+                    add_up(done, by, by_up);
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
-                    __syncthreads();
-                    const int token = thread / OUTPUTS, n = thread % OUTPUTS;
-                    if (token < live) {
-                        const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
-                        float y = 0.0f, up = 0.0f;
-                        for (int w = 0; w < WARPS; w++) {
-                            y += from[w * COLS * 8];
-                            if (GATED) up += from[w * COLS * 8 + 4];
-                        }
-                        out[(size_t)token * out_stride + done * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
-                    }
-                    buffer ^= 1;
-                    if (done == blockIdx.x) stamp(FIRST_DONE);
                 }
             }
         }
     }
+#endif
     stamp(ENDED);
 }

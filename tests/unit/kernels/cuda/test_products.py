@@ -56,6 +56,7 @@ def test_a_lone_row_has_the_bits_of_wider_products(draw, poisoned, count, k, gat
 
 def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
     monkeypatch.setattr(products, "MAX_RING", 2)
+    monkeypatch.setattr(products, "has_bulk_copies", lambda device: False)
     x, norm, weight = rows_of(draw, poisoned, 3, 1024), draw(1024) + 1, draw(24, 1024, scale=1024**-0.5)
     out = poisoned(MAX_ROWS, 24)
     products.project(x, norm, weight, out, count(3), EPS, Launch(8))
