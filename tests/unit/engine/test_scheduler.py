@@ -59,7 +59,7 @@ def step(scheduler, accepted=0):
         scheduler.prepare(sequence, num_rows)
         sequence.completion.append([1] * num_rows, num_rows - 1)
         sequence.num_computed += num_rows
-    for sequence in [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]:
+    for sequence in dict.fromkeys([*plan.decode, *(chunk.sequence for chunk in plan.prefill)]):
         if sequence.completion.finish_reason:
             scheduler.remove(sequence)
     return plan
