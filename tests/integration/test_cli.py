@@ -96,6 +96,14 @@ def test_the_prompt_can_come_from_a_file_or_through_the_chat_template(run, tmp_p
     assert chat["prompt"] == "〈|EOS|〉<system>Be brief.</system>\n<user>hi</user>\n<assistant></think>"
 
 
+def test_the_usual_length_gives_way_to_a_short_context_and_a_given_one_does_not(run):
+    short = run("generate", PROMPT, "--max-model-len", "20", "--ignore-eos", "--json")
+    line = json.loads(short[1])
+    assert line["num_prompt_tokens"] + len(line["outputs"][0]["token_ids"]) == 20
+    err = one_line_error(run("generate", PROMPT, "--max-model-len", "20", "--max-tokens", "20"))
+    assert "the context limit is 20 tokens" in err
+
+
 def test_several_completions_and_logprobs_reach_the_json_line(run):
     words = ("generate", PROMPT, "-n", "2", "--temperature", "1", "--seed", "1", "--max-tokens", "5")
     line = json.loads(run(*words, "--logprobs", "2", "--prompt-logprobs", "1", "--json")[1])
@@ -204,7 +212,7 @@ def test_a_model_that_is_not_there_is_named_at_once(run, command):
 
 def test_target_and_drafter_in_each_other_s_place_are_named(run, folders):
     target, drafter = folders
-    assert "drafter" in one_line_error(run("generate", "x", model=drafter, drafter="none"))
+    assert "this is a drafter" in one_line_error(run("generate", "x", model=drafter, drafter="none"))
     assert str(target) in one_line_error(run("generate", "x", drafter=target))
 
 
@@ -224,6 +232,7 @@ def test_a_damaged_checkpoint_is_one_line(run, folders, tmp_path):
         (("generate", "x", "--max-tokens", "0"), "max_tokens must be at least 1"),
         (("generate", "x", "--max-tokens", "100000"), "100000"),
         (("generate", ""), "prompt"),
+        (("generate", "--file", "/"), "--file /: cannot be read: Is a directory"),
         (("generate", "x", "--num-speculative-tokens", "99"), "99"),
         (("bench", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
         (("bench", "--prompts", "trivial", "--max-tokens", "5000"), "beyond the context"),

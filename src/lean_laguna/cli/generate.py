@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     llm = _load(args)
     if args.draft_profile is not None:
         _open_profile(llm, args.draft_profile)
-    params = sampling_params(given, _defaults(llm))
     text = _render(llm, prompt, args) if args.chat else prompt
+    params = sampling_params(given, _defaults(llm, text))
     terminal = Terminal(is_json=args.json, color=args.color)
     output = _stream(llm, text, params, args, terminal)
     if args.draft_profile is not None and llm.engine.controller is not None:
@@ -124,8 +124,10 @@ def read_prompt(args: argparse.Namespace) -> str:
             raise ConfigError("the prompt was given twice: as an argument and with --file")
         try:
             return Path(args.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--file {args.file}: cannot be read as UTF-8 text: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"--file {args.file}: cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--file {args.file}: not UTF-8 text: {error}") from None
     if args.prompt and args.prompt[0] != "-":
         return str(args.prompt[0])
     if not args.prompt and sys.stdin.isatty():
@@ -164,11 +166,13 @@ def _open_profile(llm: LLM, path: Path) -> None:
         llm.engine.controller.restore(load_profile(path))
 
 
-def _defaults(llm: LLM) -> dict[str, Any]:
+def _defaults(llm: LLM, text: str) -> dict[str, Any]:
+    """Return what holds where nothing was asked for; the usual length gives way to a shorter context."""
     from lean_laguna.models.generation_config import GenerationConfig
 
     recommended = GenerationConfig.from_dir(llm.folder).sampling_defaults()
-    return {"temperature": 0.0, **recommended, "max_tokens": DEFAULT_MAX_TOKENS}
+    room = llm.engine.max_model_len - len(llm.tokenizer.encode(text))
+    return {"temperature": 0.0, **recommended, "max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))}
 
 
 def _render(llm: LLM, prompt: str, args: argparse.Namespace) -> str:

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_output()  # whoever read it has enough
         return BROKEN_PIPE
     except OSError as error:  # a full disk, a folder that vanished: the machine's, not a fault of ours
-        print(f"{PROG}: error: {_one_line(str(error))}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename is not None else ""
+        print(f"{PROG}: error: {_one_line(place + (error.strerror or str(error)))}", file=sys.stderr)
         _give_up_output()
         return USER_ERROR
 

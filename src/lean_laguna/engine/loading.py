@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from lean_laguna.core.config import EngineConfig
+from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_weights import why_not
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
-from lean_laguna.models.checkpoint import load_laguna
+from lean_laguna.models.checkpoint import load_laguna, load_target_config
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.models.drafter_quantising import quantise_drafter
@@ -122,8 +123,11 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     if config.load_format == "dummy":
         return _load_dummy(config, device, dtype), Path()
     folder = resolve_model(config.model)
-    # Found before any weight is read: a wrong name should not cost the target's loading time.
+    # Found before any weight is read: a wrong name or a wrong pair should not cost the target's loading time.
     drafter_folder = resolve_model(config.speculative.model) if config.speculative else None
+    config_of_target = load_target_config(folder, attention_factor=config.attention_factor)
+    if drafter_folder is not None:
+        DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     target = load_laguna(
         folder,

@@ -85,12 +85,14 @@ def test_no_command_shows_the_help_and_is_a_mistake(capsys):
 
 
 def test_a_full_disk_is_one_line_and_status_2(command, capsys):
-    def run(args):
-        raise OSError(28, "No space left on device")
+    for place, told in (((), ""), (("out.json",), "out.json: ")):
 
-    command.run = run
-    assert main(["generate", "x"]) == 2
-    assert capsys.readouterr().err == "lean-laguna: error: [Errno 28] No space left on device\n"
+        def run(args, place=place):
+            raise OSError(28, "No space left on device", *place)
+
+        command.run = run
+        assert main(["generate", "x"]) == 2
+        assert capsys.readouterr().err == f"lean-laguna: error: {told}No space left on device\n"
 
 
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -40,6 +42,22 @@ def test_names_are_resolved_before_weights_are_read(tmp_path, monkeypatch):
     )
     given = {"model": str(tmp_path / "target"), "speculative": {"model": str(tmp_path / "nothing")}}
     with pytest.raises(CheckpointError, match="nothing"):
+        load_engine(EngineConfig.from_dict(given))
+
+
+def test_a_drafter_as_the_model_and_a_drafter_of_another_target_are_told_before_weights_are_read(
+    tmp_path, monkeypatch
+):
+    write_tiny_target(tmp_path / "target")
+    config = write_tiny_drafter(tmp_path / "drafter") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 64}))
+    monkeypatch.setattr(
+        "lean_laguna.engine.loading.load_laguna", lambda *a, **k: pytest.fail("read the weights")
+    )
+    with pytest.raises(ConfigError, match=r"this is a drafter .* pass it as the speculative model"):
+        load_engine(EngineConfig.from_dict({"model": str(tmp_path / "drafter")}))
+    given = {"model": str(tmp_path / "target"), "speculative": {"model": str(tmp_path / "drafter")}}
+    with pytest.raises(ConfigError, match="'hidden_size' is 64, but the target's is"):
         load_engine(EngineConfig.from_dict(given))
 
 
