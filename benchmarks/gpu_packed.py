@@ -45,11 +45,9 @@ class Build:
         self.name, self.args = name, args
         is_gpu = torch.cuda.is_available()
         before = torch.cuda.memory_allocated() if is_gpu else 0
-        drafts = {
-            "model": "nano-dflash" if args.tiny else "dummy",
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": RATES,
-        }
+        drafts: dict[str, Any] = {"model": "nano-dflash" if args.tiny else "dummy"}
+        if not args.exact:
+            drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
         start = time.monotonic()
         self.llm = LLM(
             args.shape,
@@ -62,11 +60,37 @@ class Build:
             kv_cache_memory_bytes=None if args.tiny else 1 << 30,
             enable_prefix_caching=False,
             prefill_chunk_size=16 if args.tiny else 1024,
-            speculative_config=drafts if name in args.sweep.split(",") else None,
+            speculative_config=drafts if args.exact or name in args.sweep.split(",") else None,
         )
         self.engine: Any = self.llm.engine
         self.load_s = time.monotonic() - start
         self.allocated = (torch.cuda.memory_allocated() if is_gpu else 0) - before
+
+    def exact(self) -> dict[str, int]:
+        """Count tokens that differ between decoding alone, with drafts, and in company."""
+        num, new = (2, 4) if self.args.tiny else (6, 96)
+        draw, vocab = random.Random(7), self.engine.target.config.vocab_size
+        prompts = [[draw.randrange(100, vocab - 100) for _ in range(5 + 40 * i)] for i in range(num)]
+
+        def run(indices: list[int], k: int) -> list[list[int]]:
+            states = [
+                self.engine.add_request(
+                    prompts[i],
+                    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=new, ignore_eos=True),
+                    num_speculative_tokens=k,
+                )
+                for i in indices
+            ]
+            while self.engine.has_unfinished:
+                self.engine.step()
+            return [list(state.sequences[0].completion.token_ids) for state in states]
+
+        alone = [run([i], 0)[0] for i in range(num)]
+        others = [[run([i], k)[0] for i in range(num)] for k in (3, 7)]
+        others += [run(list(range(num)), k) for k in (0, 3)]
+        pairs = [(a, b) for other in others for a, b in zip(alone, other, strict=True)]
+        different = sum(x != y for a, b in pairs for x, y in zip(a, b, strict=True))
+        return {"tokens_compared": sum(len(a) for a, _ in pairs), "tokens_different": different}
 
     def memory(self) -> dict[str, Any]:
         """Bytes of the target's weights, and all that is allocated."""
@@ -215,6 +239,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Load one build and measure it."""
     build = Build(name, args)
     found: dict[str, Any] = {"memory": build.memory()}
+    if args.exact:
+        return found | build.exact()
     found["tok_per_s"] = build.speed(0)
     if name in args.sweep.split(","):
         found["drafts"] = {str(k): build.speed(k, 2) for k in SWEEP}
@@ -232,6 +258,7 @@ def main() -> None:
     parser.add_argument("--shape", default="laguna-xs")
     parser.add_argument("--kernels", default="triton")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds; no build starts after it")
+    parser.add_argument("--exact", action="store_true", help="only tokens with drafts against those without")
     parser.add_argument("--stamps", action="store_true", help="where a layer's time goes, CUDA C++ only")
     parser.add_argument("--no-checks", action="store_true", help="of tiles and single products")
     parser.add_argument("--tiny", action="store_true")

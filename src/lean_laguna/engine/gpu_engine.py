@@ -119,8 +119,6 @@ class GpuEngine(LLMEngine):
         """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not."""
         if self.config.kernels == "triton" or not can_compile_cuda(weight):
             return False
-        if self.config.kernels == "auto" and getattr(self.target, "packed_weights", None):
-            return False  # CUDA C++ takes packed weights where asked for; it has been timed on no card yet
         has_plain_pages = self.config.kv_cache_dtype == "auto"
         if not has_plain_pages and self.config.kernels == "cuda":
             print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
