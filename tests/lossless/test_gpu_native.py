@@ -7,12 +7,11 @@ Drafts change no token, no bit of a log-probability and no bit of the logits.
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
+from support.watched import WatchedEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,11 +38,11 @@ ON_HOST = {
 ON_DEVICE = {"sampled": {}, "top_k": {"top_k": 20, "top_p": 0.9}, "cold": {"temperature": 0.0}}
 
 
-class Watching:
-    """An engine whose logits are hashed, sequence by sequence."""
+class Watching(WatchedEngine):
+    """An engine on the small model, and prompts."""
 
     def __init__(self, kernels):
-        self.llm = LLM(
+        llm = LLM(
             "nano",
             speculative_config={"model": "nano-dflash", "num_speculative_tokens": 7},
             kernels=kernels,
@@ -52,29 +51,8 @@ class Watching:
             prefill_chunk_size=256,
             enable_prefix_caching=True,
         )
-        self.engine = self.llm.engine
-        self.engine.watch_logits(self._watch)
-        self._digests = {}
-        self.prompts = [[2, *self.llm.tokenizer.encode(text)] for text in TEXTS]
-
-    def _watch(self, sequence, logits):
-        rows = logits[: sequence.completion.num_remaining].contiguous().numpy()
-        self._digests.setdefault(sequence, hashlib.sha256()).update(rows)
-
-    def run(self, prompts, params, num_drafts):
-        """Run requests to their end at once; per request tokens, log-probabilities, hash of the logits."""
-        states = [
-            self.engine.add_request(prompt, one, num_speculative_tokens=num_drafts)
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
-        while any(not state.is_finished for state in states):
-            self.engine.step()
-        found = []
-        for state in states:
-            output = state.snapshot().outputs[0]
-            digest = self._digests.pop(state.sequences[0]).hexdigest()
-            found.append((list(output.token_ids), output.logprobs, digest))
-        return found
+        super().__init__(llm.engine)
+        self.prompts = [[2, *llm.tokenizer.encode(text)] for text in TEXTS]
 
 
 @pytest.fixture(scope="module", params=["triton", "cuda"])
