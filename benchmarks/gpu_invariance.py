@@ -26,7 +26,7 @@ from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import attention as cuda_attention
 from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.compiler import compiled
-from lean_laguna.kernels.cuda.driver import architecture, collecting
+from lean_laguna.kernels.cuda.driver import architecture, collecting, multiprocessors
 from lean_laguna.kernels.triton import attention
 from lean_laguna.kernels.triton.experts import expert_gate_up
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile
@@ -52,10 +52,24 @@ TILES = {
 CUDA = {
     "as the engine has it": {},
     "4 warps split K": {(products, "WARPS"): 4, (products, "THREADS"): 128},
-    "half the ring": {(products, "MAX_RING"): 8, (products, "ADD_RING"): 8, (products, "DOWN_RING"): 4},
-    "one program a multiprocessor": {(products, "PROGRAMS"): 1},
-    "64 keys a split": {(cuda_attention, "split_keys"): lambda shape: 64},
-    "128 keys a split": {(cuda_attention, "split_keys"): lambda shape: 128},
+    "half the ring": {
+        (products, "MAX_RING"): 8,
+        (products, "BULK_COLUMNS"): 2048,
+        (products, "ADD_RING"): 8,
+        (products, "LONE_ADD_RING"): 8,
+        (products, "DOWN_RING"): 4,
+        (products, "LONE_DOWN_RING"): 8,
+    },
+    "one program a multiprocessor": {
+        (products, "_num_programs"): lambda x, launch: multiprocessors(x.device)
+    },
+    "two programs a multiprocessor": {
+        (products, "_num_programs"): lambda x, launch: 2 * multiprocessors(x.device)
+    },
+    "64 keys a split": {(cuda_attention, "SPLIT"): 64},
+    "clusters of 8": {(cuda_attention, "cluster_programs"): lambda shape: 8},
+    "clusters of 16": {(cuda_attention, "cluster_programs"): lambda shape: 16},
+    "one tile of queries": {(cuda_attention, "num_tiles"): lambda shape, cols: 1},
 }
 
 
@@ -81,18 +95,11 @@ class Invariance(Bench):
         with patched({(attention, "CHUNK"): min(CHUNKS)}):  # the most partial sums: buffers for all
             super().build()
         self.rows = (1, 16) if self.tiny else ROWS
-        shapes = {layer.attention.shape for layer in self.weights.layers}
-        limit = self.long + 64
-        with patched(CUDA["64 keys a split"]):
-            parts = max(MAX_ROWS * s.num_heads * cuda_attention.num_splits(s, limit) for s in shapes)
-        self.workspace = (
-            torch.zeros(parts * 128, device=self.device),
-            torch.zeros(parts * 2, device=self.device),
-        )
-        self.arrived = torch.zeros(MAX_ROWS * 128, dtype=torch.int32, device=self.device)
         self.tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=self.device)
 
-    def columns(self, rows: int) -> int:
+    def columns(self, rows: int, *, is_cuda: bool = False) -> int:
+        if is_cuda and rows == 1:
+            return 1
         return 8 if rows <= 8 else 16
 
     def route(self, rows: int) -> None:
@@ -147,7 +154,7 @@ class Invariance(Bench):
         sc = self.scratch
         for i, layer in enumerate(self.weights.layers):
             a = layer.attention
-            own = (self.workspace, self.arrived) if is_cuda else (sc.partial,)
+            own = () if is_cuda else (sc.partial,)
             (cuda_attention.attend if is_cuda else attention.attend)(
                 rows_of(sc.qkv, a.shape.width),
                 rows_of(sc.heads, a.shape.num_heads * a.shape.head_dim),
@@ -231,7 +238,7 @@ class Invariance(Bench):
                 def at(rows: int, launch_all: Any = launch_all, constants: Any = constants) -> Run:
                     def run() -> None:
                         with patched(constants):
-                            launch_all(Launch(self.columns(rows), pdl=True))
+                            launch_all(Launch(self.columns(rows, is_cuda=True), pdl=True))
 
                     return run
 
@@ -242,7 +249,7 @@ class Invariance(Bench):
     def compile_all(self, cases: list[tuple[str, str, Callable[[int], Run]]]) -> None:
         """Compile the Triton kernels and the CUDA C++ ones, side by side."""
         with collecting() as sources:
-            self.compile([at(rows) for _, what, at in cases for rows in (1, 16) if what != "library"])
+            self.compile([at(rows) for _, what, at in cases for rows in (1, 8, 16) if what != "library"])
         if not sources:
             return
         arch = architecture(torch.cuda.current_device())
@@ -269,7 +276,8 @@ class Invariance(Bench):
                     self.place([rows], [self.context])
                     if name in EXPERTS:
                         self.route(rows)
-                    key = rows if what == "library" else self.columns(rows)
+                    is_cuda = what.startswith("CUDA")
+                    key = rows if what == "library" else self.columns(rows, is_cuda=is_cuda)
                     if key not in replays:
                         replays[key] = self.graph(at(rows))
                     entry[str(rows)] = round(self.time_us(replays[key], 10), 1)
