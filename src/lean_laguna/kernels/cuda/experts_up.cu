@@ -1,7 +1,7 @@
 // Routing, then silu(gate) * up of the shared expert and of every expert that a token chose.
 //
 // -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K hidden size; F and FS width of a routed and of the shared expert;
-// WARPS, RING, COLS, FORMAT (of both weights), TALL as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
+// WARPS, BULK, RING, COLS, PROGRAMS, FORMAT (of both weights), TALL as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
 // first and need no routing, so they stream while the router still runs.
 #include "packed.cuh"
 #include "routing.cuh"
@@ -13,6 +13,8 @@
 #define ROW (K * BITS / 16)
 #define UNITS (RING / LOADS)
 #define STRIDE (K + 8)
+#define ROW_STRIDE (K + 32)
+#define RING_SIZE (BULK ? RING * 8 * ROW_STRIDE : RING * WARPS * 256)
 
 struct Start {
     const u16 *codes;
@@ -24,19 +26,45 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
            const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *act, u16 *shared_act,
            int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING * WARPS * 256;
+    u16 *tokens = ring + RING_SIZE;
     float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
     Contest &contest = *(Contest *)(&routing + 1);
-    u32 *words = (u32 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0)) + threadIdx.x;
+    u8 *behind = (u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int shared_units = FS / 4, step = gridDim.x;
-    const size_t own = warp * (PART * BITS / 16) + 8 * t;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)), routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F));
+    int count = shared_units;  // till the routing is known
 
     stamp(STARTED);
+    // Row r of a unit, counted through its bank: four gate rows, four up rows.
+    auto row_of = [&](int unit, int r) {
+        const int routed = unit - shared_units, width = routed < 0 ? FS : F;
+        const size_t first = routed < 0 ? unit * 4 : (size_t)routing.experts[routed / (F / 4)] * 2 * F + routed % (F / 4) * 4;
+        return first + (r & 3) + (r < 4 ? 0 : width);
+    };
+#if BULK
+    u64 *arrivals = (u64 *)behind;
+    // The first warp asks for a unit, a row a lane.
+    auto ask = [&](int slot, int unit) {
+        if (warp > 0 || unit >= count) return;
+        if (lane == 0) expect_bytes(arrivals + slot, 8 * K * 2);
+        __syncwarp();
+        if (lane < 8)
+            copy_bulk(ring + (slot * 8 + lane) * ROW_STRIDE,
+                      (unit < shared_units ? shared_weight : weight) + row_of(unit, lane) * K, K * 2, arrivals + slot);
+    };
+    if (thread == 0) {
+        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
+        show_arrivals();
+    }
+    __syncwarp();
+    for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
+#else
+    u32 *words = (u32 *)behind + thread;
     u16 *slot = ring + thread * 8;
+    const size_t own = warp * (PART * BITS / 16) + 8 * t;
+    const size_t shared_row = (size_t)((g & 3) + (g < 4 ? 0 : FS)), routed_row = (size_t)((g & 3) + (g < 4 ? 0 : F));
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
@@ -47,6 +75,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                                 words_of_row<FORMAT, K, WARPS>(shared_scales, row, warp, t) +
                                     (j % LOADS) * words_an_item(FORMAT));
     }
+#endif
     const int live = min(load_fresh32(num_rows), COLS);
     float own_bias[COLS == 1 ? 1 : E / 32];
     if (COLS == 1)
@@ -68,15 +97,20 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
 #else
     route(routing, scores, own_bias, live, softcap);
 #endif
-    const int count = shared_units + routing.num_slots * (F / 4);
+    count = shared_units + routing.num_slots * (F / 4);
+    stamp(ROUTED);
+#if BULK
+    for (int slot = 0; slot < RING; slot++)
+        if (blockIdx.x + slot * step >= shared_units) ask(slot, blockIdx.x + slot * step);
+    wait_for_copies();
+#else
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) -> Start {
         if (unit < shared_units || unit >= count) {
             const size_t row = shared_row + (unit >= count ? 0 : (size_t)unit * 4);
             return {shared_weight + row * ROW + own, words_of_row<FORMAT, K, WARPS>(shared_scales, row, warp, t)};
         }
-        const int routed = unit - shared_units;
-        const size_t row = (size_t)routing.experts[routed / (F / 4)] * 2 * F + (size_t)(routed % (F / 4)) * 4 + routed_row;
+        const size_t row = row_of(unit, g);
         return {weight + row * ROW + own, words_of_row<FORMAT, K, WARPS>(scales, row, warp, t)};
     };
     // What a unit's sums are multiplied by, gate and up.
@@ -85,7 +119,6 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         const float *from = factors + (routed < 0 ? E : routing.experts[routed / (F / 4)]) * 3;
         return make_float2(from[0], from[1]);
     };
-    stamp(ROUTED);
     // The tokens and the shared expert's weights have had the time of the routing to come.
     wait_for_copies();
 #pragma unroll
@@ -95,6 +128,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, start.codes + (j % LOADS) * 32,
                               start.words + (j % LOADS) * words_an_item(FORMAT), unit >= shared_units && unit < count);
     }
+#endif
     if (writes_tables) {
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
         for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
@@ -108,9 +142,53 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     stamp(PREPARED);
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    int buffer = 0;
+    // Adds up the warps' parts of a unit; another unit's sums may be written once this barrier is passed.
+    auto leave = [&](const float (&even)[4], const float (&odd)[4]) {
+        float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
+        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+        if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+        __syncthreads();
+    };
+    auto add_up = [&](int unit, float2 by) {
+        const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
+        if (token < live) {
+            const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
+            if (rank != NOT_CHOSEN) {
+                const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
+                float gate = 0.0f, up = 0.0f;
+                for (int w = 0; w < WARPS; w++) {
+                    gate += from[w * COLS * 8];
+                    up += from[w * COLS * 8 + 4];
+                }
+                const u16 y = gated(gate * by.x, up * by.y);
+                if (routed < 0)
+                    shared_act[token * FS + unit * 4 + n] = y;
+                else
+                    act[(token * A + rank) * F + routed % (F / 4) * 4 + n] = y;
+            }
+        }
+        buffer ^= 1;
+        if (unit == blockIdx.x) stamp(FIRST_DONE);
+    };
+#if BULK
+    int slot = 0, parity = 0;
+    for (int unit = blockIdx.x; unit < count; unit += step) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
+        wait_for_bytes(arrivals + slot, parity);
+#pragma unroll
+        for (int k = 0; k < PART; k += 32)
+            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
+                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
+        leave(even, odd);
+        ask(slot, unit + RING * step);
+        add_up(unit, make_float2(1.0f, 1.0f));
+        if (++slot == RING) slot = 0, parity ^= 1;
+    }
+#else
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     float2 by = make_float2(1.0f, 1.0f);
-    int buffer = 0;
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
         Start next = {0, 0};
 #pragma unroll
@@ -130,35 +208,13 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
             stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, next.codes + at * 32,
                                   next.words + at * words_an_item(FORMAT), unit + UNITS * step < count);
             if (at == LOADS - 1 && unit < count) {
-                float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-                if (g < COLS)
-                    *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-                if (COLS > 8)
-                    *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
-                __syncthreads();
-                const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
-                if (token < live) {
-                    const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
-                    if (rank != NOT_CHOSEN) {
-                        const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
-                        float gate = 0.0f, up = 0.0f;
-                        for (int w = 0; w < WARPS; w++) {
-                            gate += from[w * COLS * 8];
-                            up += from[w * COLS * 8 + 4];
-                        }
-                        const u16 y = gated(gate * by.x, up * by.y);
-                        if (routed < 0)
-                            shared_act[token * FS + unit * 4 + n] = y;
-                        else
-                            act[(token * A + rank) * F + routed % (F / 4) * 4 + n] = y;
-                    }
-                }
-                buffer ^= 1;
-                if (unit == blockIdx.x) stamp(FIRST_DONE);
+                leave(even, odd);
+                add_up(unit, by);
             }
             if (at == LOADS - 1)
                 for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
         }
     }
+#endif
     stamp(ENDED);
 }

@@ -291,9 +291,11 @@ def run_experts(
         "FORMAT": code_of(mlp.gate_up),
     }
     table_bytes = _routing_bytes(experts, mlp.top_k, cols)
-    ring = _ring(d // THREADS // chunks, 0 if chunks == 1 else PACKED_RING)
+    ring, ring_bytes = _unit_ring(mlp.gate_up)
     programs = LONE_PROGRAMS if cols == 1 else 2
-    up = Source.of("experts_up", K=d, RING=ring, TALL=up_tall, PROGRAMS=programs, **constants)
+    up = Source.of(
+        "experts_up", K=d, RING=ring, TALL=up_tall, BULK=_is_bulk(mlp.gate_up), PROGRAMS=programs, **constants
+    )
     routed_weights = (_codes(mlp.gate_up), scale_words(mlp.gate_up, up_tall))
     shared_weights = (_codes(shared_up), scale_words(shared_up, up_tall), factors)
     up_arguments = (normed, scores, mlp.bias, *routed_weights, *shared_weights, routing.act, shared_act)
@@ -301,7 +303,7 @@ def run_experts(
         up,
         _num_programs(hidden, launch),
         THREADS,
-        ring * THREADS * item
+        ring_bytes
         + cols * (d + 8) * 2
         + 2 * WARPS * cols * 8 * 4
         + table_bytes
