@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ from lean_laguna.quant.scaling import magnitude_bits
 from lean_laguna.quant.scheme import WeightScheme
 from lean_laguna.quant.scratch import Scratch
 
-# Weights that are held at a time: what fits a core's cache, or keeps a device busy; whole blocks and words of
-# every scheme.
-_PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 18, 1 << 24, 128
-_ANYTHING = torch.empty(0)  # on the CPU
+# Weights that are encoded at a time: what fits a core's cache, or keeps a device busy; whole blocks and words
+# of every scheme.
+_PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 17, 1 << 24, 128
+# NVFP4 weights are gone through twice, and up to these are read once.
+_HELD_BYTES = 64 << 20
+_ANYTHING, _ALIGNED = torch.empty(0), 16  # on the CPU
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -173,27 +176,69 @@ class WeightEncoder:
         scratch: Scratch = self._own.scratch
         return scratch
 
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """Bytes of weights that the calling thread has in memory."""
+        if not hasattr(self._own, "held"):
+            self._own.held = {}
+        held: dict[str, Tensor] = self._own.held
+        return held
+
     def _read(self, module: str, step: int) -> Iterator[tuple[int, Tensor]]:
         rows, columns = self._source.shapes[module]
-        name = f"{module}.weight"
-        kind = _TORCH[self._source.tensors.dtype_name(name)]
-        file, start, _ = self._source.tensors.bytes_of(name)
-        width = columns * kind.itemsize
-        with file.open("rb", buffering=0) as stream:
-            stream.seek(start)
+        kind = _TORCH[self._source.tensors.dtype_name(f"{module}.weight")]
+        held = self._held.get(module)
+        stream = None if held is not None else self._opened(module)
+        with stream or contextlib.nullcontext():
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                buffer = self._scratch.take("read", (count * width,), _ANYTHING, torch.uint8)
-                view, filled = buffer.numpy().data, 0
-                while filled < len(view):
-                    got = stream.readinto(view[filled:])
-                    if not got:
-                        raise CheckpointError(f"{self._where(module)}: the file ended early")
-                    filled += got
-                yield first, buffer.view(kind).view(count, columns).to(self._device)
+                if held is not None:
+                    piece = held.view(kind).view(rows, columns)[first : first + count]
+                else:
+                    assert stream is not None
+                    buffer = self._scratch.take("read", (count * columns,), _ANYTHING, kind)
+                    self._fill(buffer, stream, module)
+                    piece = buffer.view(count, columns)
+                yield first, piece.to(self._device)
+
+    def _hold(self, modules: list[str]) -> None:
+        """Keep the calling thread's next weights in memory, instead of those before, if they are few."""
+        self._held.clear()
+        sizes = [-(-self._source.tensors.bytes_of(f"{m}.weight")[2] // _ALIGNED) * _ALIGNED for m in modules]
+        if sum(sizes) > _HELD_BYTES:
+            return
+        buffer = self._scratch.take("held", (sum(sizes),), _ANYTHING, torch.uint8)
+        for module, place in zip(modules, buffer.split(sizes), strict=True):
+            weight = place[: self._source.tensors.bytes_of(f"{module}.weight")[2]]
+            with self._opened(module) as stream:
+                self._fill(weight, stream, module)
+            self._held[module] = weight
+
+    def _opened(self, module: str) -> FileIO:
+        """Return the file of a weight, about to be read from its first byte on."""
+        file, start, _ = self._source.tensors.bytes_of(f"{module}.weight")
+        try:
+            stream = FileIO(file)
+            stream.seek(start)
+        except OSError as error:
+            raise CheckpointError(f"{self._where(module)}: cannot be read: {error.strerror}") from None
+        return stream
+
+    def _fill(self, buffer: Tensor, stream: FileIO, module: str) -> None:
+        view, filled = buffer.view(torch.uint8).numpy().data, 0
+        while filled < len(view):
+            try:
+                got = stream.readinto(view[filled:])
+            except OSError as error:
+                raise CheckpointError(f"{self._where(module)}: cannot be read: {error.strerror}") from None
+            if not got:
+                raise CheckpointError(f"{self._where(module)}: the file ended early")
+            filled += got
 
     def _largest_of_set(self, module: str) -> Tensor:
         members = self._sets[self._set_of[module]]
+        if module not in self._held:
+            self._hold(members)
         kind = _TORCH[self._source.tensors.dtype_name(f"{module}.weight")]
         largest = max(self._largest_of(member) for member in members)
         return torch.tensor(largest, dtype=kind, device=self._device)

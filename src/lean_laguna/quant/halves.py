@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Return codes [N, K] int8 of 0 to 15, K even, as bytes [N, K / 2] uint8."""
-    # Two codes are one 16-bit number: low half, high half.
-    pairs = codes.reshape(-1).view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.int8).view(torch.uint8).view(codes.shape[0], -1)
+    """Return codes [N, K] int8 or int16 of 0 to 15, K even, as bytes [N, K / 2] uint8."""
+    # Two codes are one number of twice the width: low half, high half.
+    pairs = codes.reshape(-1).view(torch.int32 if codes.dtype == torch.int16 else torch.int16)
+    shifted = pairs >> (8 * codes.element_size() - 4)
+    return shifted.bitwise_or_(pairs).to(torch.int8).view(torch.uint8).view(codes.shape[0], -1)
 
 
 def unpack_halves(packed: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 _ROUNDS_TO_ZERO, _LEAST_SCALE = 2.0**-10, 0.125
 # A table is faster than torch's conversion.
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-_SIGN = 8
+_SIGN, _LARGEST_CODE = 8, 7
+# What 1 is turned into before it is rounded.
+_UNIT = 2.0**-23
+# Divisors from which on no quotient of a weight is too small for float32: the largest factor is
+# 448 / divisor, the least quotient that float32 has 2^-149, the least weights are these.
+_LEAST_WEIGHTS = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}
+_LEAST_DIVISORS = {dtype: E4M3_MAX * 2.0**-149 / least for dtype, least in _LEAST_WEIGHTS.items()}
 
 
 def global_scale(largest: Tensor) -> Tensor:
@@ -51,36 +57,49 @@ def encode(weight: Tensor, divisor: Tensor, scratch: Scratch | None = None) -> t
         Codes [N, K / 2] uint8, the even column in the low half of a byte; scales [N, K / 16] float8_e4m3fn.
     """
     scratch = scratch or Scratch()
-    groups = magnitude_bits(weight, scratch).unflatten(-1, (-1, NVFP4_GROUP))
-    largest = groups.amax(-1).view(weight.dtype)
+    magnitudes = magnitude_bits(weight, scratch).view(-1, NVFP4_GROUP)
+    largest = magnitudes.amax(-1).view(weight.dtype)
     wanted = (divisor * over(largest, E2M1_MAX)).clamp_(max=E4M3_MAX)
     scales = F.threshold(wanted, _ROUNDS_TO_ZERO, _LEAST_SCALE).to(torch.float8_e4m3fn)
-    codes = scales.view(torch.uint8).int().view(-1)
-    factors = _E4M3_VALUES.to(weight.device).index_select(0, codes).view(scales.shape) / divisor
-    values = scratch.take("values", weight.shape, weight, torch.float32).copy_(weight)
-    values.unflatten(-1, (-1, NVFP4_GROUP)).div_(factors.unsqueeze(-1))
-    return pack_halves(round_to_e2m1(values, scratch)), scales
+    table = _E4M3_VALUES.to(weight.device) / divisor
+    factors = table.index_select(0, scales.view(torch.uint8).int()).unsqueeze(-1)
+    values = scratch.take("values", magnitudes.shape, weight, torch.float32)
+    values.copy_(magnitudes.view(weight.dtype))
+    if divisor.item() < _LEAST_DIVISORS[weight.dtype]:
+        # So large are some weights that quotients of others vanish; what vanishes has no sign either.
+        magnitudes.masked_fill_(values.div_(factors) == 0, 0)
+        values.mul_(_UNIT)
+    else:
+        values.div_(factors.div_(_UNIT))
+    codes = round_to_e2m1(values, scratch)
+    codes.bitwise_or_(_signs(magnitudes, weight))
+    return pack_halves(codes.view(weight.shape)), scales.view(weight.shape[0], -1)
 
 
 def round_to_e2m1(values: Tensor, scratch: Scratch) -> Tensor:
-    """Return the codes (int8) of float32 values, ties to the even code; beyond 6 is 6.
+    """Return the codes (int16) of float32 values from 0 on, ties to the even code; beyond 6 is 6.
 
-    A negative value that rounds to zero keeps its sign, a zero has none. The values are lost: operations in
-    place take half the time of others.
+    The values come times ``2^-23``, so that float16's subnormal numbers round them: those are multiples of
+    ``2^-24``, and their bits are the multiple. The values are lost: operations in place take half the time of
+    others.
     """
-    steps = scratch.take("steps", values.shape, values, torch.float32)
-    codes = scratch.take("codes", values.shape, values, torch.int8)
-    other = scratch.take("other codes", values.shape, values, torch.int8)
-    signs = scratch.take("signs", values.shape, values, torch.int8)
-    # -1 has the sign's bit, 0 and 1 do not.
-    signs.copy_(torch.sign(values, out=steps)).bitwise_and_(_SIGN)
-    size = values.abs_().clamp_(max=E2M1_MAX)
+    codes = scratch.take("codes", values.shape, values, torch.float16)
+    rounded = scratch.take("other codes", values.shape, values, torch.float16)
+    bits, other = codes.view(torch.int16), rounded.view(torch.int16)
     # Steps are 0.5 up to 2, 1 up to 4, 2 from there: the grid that a value lies on gives the least code.
-    codes.copy_(torch.mul(size, 2, out=steps).round_())
-    other.copy_(torch.round(size, out=steps)).add_(2)
-    torch.minimum(codes, other, out=codes)
-    other.copy_(size.mul_(0.5).round_()).add_(4)
-    return torch.minimum(codes, other, out=codes).bitwise_or_(signs)
+    codes.copy_(values)
+    for offset in (2, 4):
+        rounded.copy_(values.mul_(0.5))
+        torch.minimum(bits, other.add_(offset), out=bits)
+    return bits.clamp_(max=_LARGEST_CODE)
+
+
+def _signs(magnitudes: Tensor, weight: Tensor) -> Tensor:
+    """Return the sign's bit of the code of each weight that is not zero; the magnitudes are lost."""
+    kind = magnitudes.dtype
+    # A carry into the sign's bit tells magnitudes from zeros.
+    signed = magnitudes.add_(torch.iinfo(kind).max).bitwise_and_(weight.view(kind).view(magnitudes.shape))
+    return signed.bitwise_right_shift_(torch.iinfo(kind).bits - 4).bitwise_and_(_SIGN)
 
 
 def code_values(codes: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_laguna.quant import nvfp4
+from lean_laguna.quant.halves import unpack_halves
 from lean_laguna.quant.nvfp4 import E2M1
 from lean_laguna.quant.scratch import Scratch
 
@@ -17,15 +18,42 @@ def nearest_code(value: float) -> int:
     return code + 8 * (value < 0)
 
 
+def neighbours(values: torch.Tensor) -> torch.Tensor:
+    """The next float32 numbers below and above each."""
+    bits = values.view(torch.int32)
+    return torch.cat(((bits - 1).view(torch.float32), (bits + 1).view(torch.float32)))
+
+
 def test_rounding_is_to_the_nearest_value_and_ties_go_to_the_even_code() -> None:
-    steps = torch.arange(-28 * 64, 28 * 64 + 1) / (4 * 64)  # every tie is among them
-    values = torch.cat((steps, torch.randn(500), torch.tensor([6.5, -100.0, 1e-30, -1e-30, 0.0, -0.0])))
-    found = nvfp4.round_to_e2m1(values.clone(), Scratch())
+    steps = torch.arange(0, 28 * 64 + 1) / (4 * 64)  # every tie is among them
+    rest = torch.tensor([6.5, 9.0, 1e-30, 1e-38, 0.0])
+    values = torch.cat((steps, neighbours(steps[1:]), torch.randn(500).abs(), rest))
+    found = nvfp4.round_to_e2m1(values * 2.0**-23, Scratch())
     assert found.tolist() == [nearest_code(value) for value in values.tolist()]
 
 
-def test_a_negative_that_rounds_to_zero_keeps_its_sign_but_a_zero_has_none() -> None:
-    assert nvfp4.round_to_e2m1(torch.tensor([-0.1, 0.1, -0.0, 0.0]), Scratch()).tolist() == [8, 0, 0, 0]
+def codes_of(values: list[float], dtype: torch.dtype = torch.float32) -> list[int]:
+    """Codes of a group whose scale is 1: its first weight is 6."""
+    weight = torch.tensor([[6.0, *values] + [0.0] * (15 - len(values))], dtype=dtype)
+    codes, scales = nvfp4.encode(weight, torch.ones(1))
+    assert scales.float().tolist() == [[1.0]]
+    return unpack_halves(codes)[0, 1 : 1 + len(values)].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_negative_that_rounds_to_zero_keeps_its_sign_but_a_zero_has_none(dtype: torch.dtype) -> None:
+    assert codes_of([-0.1, 0.1, -0.0, 0.0, -5.0, -1e-7], dtype) == [8, 0, 0, 0, 14, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_negative_whose_quotient_vanishes_has_no_sign(dtype: torch.dtype) -> None:
+    most, least = torch.finfo(dtype).max, 2.0**-133
+    weight = torch.tensor([[most, -least, -most / 100, -1e-6] + [0.0] * 12], dtype=dtype)
+    codes, scales = nvfp4.encode(weight, nvfp4.global_scale(weight.abs().amax()))
+    quotients = weight.float() / (scales.float() / nvfp4.global_scale(weight.abs().amax()))
+    assert quotients[0, 1] == 0
+    assert quotients[0, 3] < 0
+    assert unpack_halves(codes)[0, :5].tolist() == [7, 0, 8, 8, 0]
 
 
 def test_codes_lie_two_a_byte_even_column_low() -> None:
