@@ -111,7 +111,7 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 
 #define DEVICE static inline
 #define KERNEL(THREADS, BLOCKS) extern "C" void
-#define CLUSTER_KERNEL(THREADS, BLOCKS, SIZE) extern "C" void
+#define CLUSTER_KERNEL(REGISTERS, SIZE) extern "C" void
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif

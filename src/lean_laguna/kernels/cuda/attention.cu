@@ -24,6 +24,10 @@
 #define COPIES (SPLIT / COPIED_KEYS)
 #define AT_ONCE (TILES == 2 ? 3 : 2)
 #define ONES 0x3f803f80u
+#define LOG2_E 1.4426950408889634f
+#ifndef REHEARSE
+#define REHEARSE 0
+#endif
 #define INF __int_as_float(0x7f800000)
 
 // Up to QUERIES queries of one KV head of a request; a query is one head of one row.
@@ -57,24 +61,41 @@ DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests)
 // A program's place among those of its cluster that have splits of the task, and beyond them.
 DEVICE int place_of(const Task &task, int rank) { return (rank + CLUSTER - task.low_split % CLUSTER) % CLUSTER; }
 
-// Pages of a split's keys that earlier steps left; -1 elsewhere.
+// Pages of a split's keys that earlier steps left; -1 elsewhere. A thread copies pieces of keys COPIED_KEYS apart.
 DEVICE void find_pages(int (&pages)[COPIES], int first, int split, const int *own_table, int thread) {
+    const int key = split * SPLIT + thread / (P / 8);
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const int key = split * SPLIT + thread / (P / 8) + i * COPIED_KEYS;
-        const bool old = key < first && (WINDOW == 0 || first - key < WINDOW);
-        pages[i] = old ? load_fresh32(own_table + key / KV_BLOCK) : -1;
+        pages[i] = -1;
+        if (key + i * COPIED_KEYS < first && (WINDOW == 0 || first - key - i * COPIED_KEYS < WINDOW))
+            pages[i] = load_fresh32(own_table + (u32)(key + i * COPIED_KEYS) / KV_BLOCK);
     }
 }
 
 // Start copies of a split's keys, or values; zeros where there are none.
-DEVICE void copy_pages(u16 *to, const u16 *cache, const int (&pages)[COPIES], int split, int head, int thread) {
-    const int first_key = thread / (P / 8), d = thread % (P / 8) * 8;
+DEVICE void copy_pages(u16 *to, const u16 *cache, const int (&pages)[COPIES], int head, int thread) {
+    const int k = thread / (P / 8), d = thread % (P / 8) * 8;
+    const u16 *from = cache + (k % KV_BLOCK * J + head) * P + d;
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const int k = first_key + i * COPIED_KEYS, slot = (split * SPLIT + k) % KV_BLOCK;
-        const size_t at = (((size_t)max(pages[i], 0) * KV_BLOCK + slot) * J + head) * P + d;
-        copy_async(to + k * STRIDE + d, cache + at, pages[i] >= 0);
+        const u16 *page = from + (size_t)(u32)pages[i] * (KV_BLOCK * J * P) + i * COPIED_KEYS % KV_BLOCK * J * P;
+        copy_async(to + (k + i * COPIED_KEYS) * STRIDE + d, page, pages[i] >= 0);
+    }
+}
+
+// Where elements d and on of a key lie in the cache.
+DEVICE size_t place_in_cache(int page, int key, int head, int d) {
+    return ((size_t)page * (KV_BLOCK * J) + (key % KV_BLOCK * J + head)) * P + d;
+}
+
+// Ask for a split into L2, while there is nothing else to do.
+DEVICE void prefetch_split(const u16 *k_cache, const u16 *v_cache, const Task &task, int split, const int *own_table,
+                           int thread) {
+    const int k = thread / 2;  // two lines a key, SPLIT keys, two threads for each
+    if (split * SPLIT + k < task.first) {
+        const int page = load_fresh32(own_table + (split * SPLIT + k) / KV_BLOCK);
+        const size_t at = place_in_cache(page, split * SPLIT + k, task.head, thread % 2 * (P / 2));
+        prefetch_line(k_cache + at), prefetch_line(v_cache + at);
     }
 }
 
@@ -108,7 +129,11 @@ DEVICE uint2 angles(const u16 *table, int position, int lane) {
     return d < ROTARY ? *(const uint2 *)(table + (size_t)position * HALF + d % HALF) : make_uint2(0, 0);
 }
 
-DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+// log(1 + exp(x)); where that is hardly more than exp(x), by its series.
+DEVICE float softplus(float x) {
+    const float e = power2(x * LOG2_E);
+    return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
+}
 
 DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
     if (!GATE || query >= task.num_queries) return 0;
@@ -118,38 +143,40 @@ DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
 
 // Add a query's sums of all programs of the cluster, a warp a query.
 DEVICE void add_parts(const Task &task, int query, float opened, const float *sums, const float *stats, u16 *out,
-                      int lane) {
+                      int lane, bool writes) {
     const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
     float peak = -INF, total = 0.0f;
     float4 acc = make_float4(0, 0, 0, 0);
-#pragma unroll
+#pragma unroll 1
     for (int from = 0; from < CLUSTER; from += TAKE) {
         float4 part[TAKE];
         float2 stat[TAKE];
         float highest = peak;
 #pragma unroll
-        for (int j = 0; j < TAKE && from + j < CLUSTER; j++) {
-            const bool here = place_of(task, from + j) < task.num_splits;
+        for (int j = 0; j < TAKE; j++) {
+            const bool here = from + j < CLUSTER && place_of(task, from + j) < task.num_splits;
             stat[j] = here ? load_remote2(stats + query * 2, from + j) : make_float2(-INF, 0);
             part[j] = here ? load_remote4(sums + query * SUMS + lane * 4, from + j) : make_float4(0, 0, 0, 0);
             highest = fmaxf(highest, stat[j].x);
         }
-        const float safe = highest == -INF ? 0.0f : highest, fade = exp2f(peak - safe);
+        const float safe = highest == -INF ? 0.0f : highest, fade = power2(peak - safe);
         total *= fade, acc.x *= fade, acc.y *= fade, acc.z *= fade, acc.w *= fade;
         peak = highest;
 #pragma unroll
-        for (int j = 0; j < TAKE && from + j < CLUSTER; j++) {
-            const float by = exp2f(stat[j].x - safe);
+        for (int j = 0; j < TAKE; j++) {
+            const float by = power2(stat[j].x - safe);
             total += stat[j].y * by;
             acc.x += part[j].x * by, acc.y += part[j].y * by, acc.z += part[j].z * by, acc.w += part[j].w * by;
         }
     }
-    const float y[4] = {rounded(acc.x / total) * opened, rounded(acc.y / total) * opened,
-                        rounded(acc.z / total) * opened, rounded(acc.w / total) * opened};
-    *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
+    const float by = quotient(1.0f, total);
+    const float y[4] = {rounded(acc.x * by) * opened, rounded(acc.y * by) * opened, rounded(acc.z * by) * opened,
+                        rounded(acc.w * by) * opened};
+    if (writes)
+        *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
 }
 
-CLUSTER_KERNEL(WARPS * 32, LONE ? 3 : 2, CLUSTER)
+CLUSTER_KERNEL(LONE ? 88 : 128, CLUSTER)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
           const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
@@ -188,24 +215,31 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         return;
     }
-    bool waited = false, copies = false;
+    bool waited = false, copies = false, rehearses = REHEARSE;
     // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
     // time two groups of copies are under way, the older of which is waited for.
     while (goes_on) {
         const int *own_table = table + (size_t)task.request * table_stride;
         const int end_split = task.low_split + task.num_splits, live = min(task.num_splits, CLUSTER);
-        const int next_place = place_of(next, rank);
+        const int next_place = place_of(next, rank), num_tiles = TILES == 1 ? 1 : (task.num_queries + 15) / 16;
         const bool has_part = place < task.num_splits;
         if (has_part && !copies) {
             find_pages(pages, task.first, split, own_table, thread);
-            copy_pages(keys, k_cache, pages, split, task.head, thread);
+            copy_pages(keys, k_cache, pages, task.head, thread);
             end_stream_group();
-            copy_pages(values, v_cache, pages, split, task.head, thread);
+            copy_pages(values, v_cache, pages, task.head, thread);
             end_stream_group();
         }
         copies = false;
-        if (!waited) {
+        if (!waited && (!REHEARSE || rehearses)) {
             let_next_start();
+            // What is asked for after the wait: the rotary rows, and the second split.
+            const size_t turn = (size_t)(task.first + (task.first_query + warp) / GROUP) * HALF + lane * 64;
+            if (lane * 64 < HALF) prefetch_line(cos_table + turn), prefetch_line(sin_table + turn);
+            if (LONE && has_part && split + CLUSTER < end_split)
+                prefetch_split(k_cache, v_cache, task, split + CLUSTER, own_table, thread);
+        }
+        if (!waited && !rehearses) {
             stamp(ASKED);
             wait_for_inputs();
             stamp(WAITED);
@@ -215,10 +249,10 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         u16 gate = 0;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) peak[tile][0] = peak[tile][1] = -INF;
-        for (bool is_first = true; split < end_split; split += CLUSTER, is_first = false) {
+        for (bool is_first = true; split < end_split && (is_first || !rehearses); split += CLUSTER, is_first = false) {
             const int from = split * SPLIT, begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
             const bool stays = split + CLUSTER < end_split;
-            copies = stays || (has_next && next_place < next.num_splits);
+            copies = !rehearses && (stays || (has_next && next_place < next.num_splits));
             const int then = stays ? split + CLUSTER : next.low_split + next_place;
             const int then_head = stays ? task.head : next.head;
             const int *then_table = table + (size_t)(stays ? task.request : next.request) * table_stride;
@@ -250,23 +284,24 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     block[j] = load_fresh32(own_table + position / KV_BLOCK);
                 }
                 if (is_first && offset == warp) gate = gate_of(task, place + live * warp, qkv);
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) {
-                    const int i = offset + j * WARPS, position = begin + i - fresh;
-                    if (i >= items) continue;
-                    const bool is_query = i < fresh;
-                    const uint2 x = turned(raw[j], is_query ? q_by : k_by, cosines[j], sines[j], eps, lane);
-                    if (is_query) {
-                        *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
-                        continue;
+#pragma unroll 1
+                for (int i = offset; i < min(items, offset + AT_ONCE * WARPS); i += WARPS) {
+                    const int position = begin + i - fresh;
+                    const uint2 x = turned(raw[0], i < fresh ? q_by : k_by, cosines[0], sines[0], eps, lane);
+                    if (i < fresh) *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
+                    if (i >= fresh) {
+                        *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
+                        *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[0];
                     }
-                    *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
-                    *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[j];
-                    if (task.first_query == 0) {
-                        const size_t at =
-                            (((size_t)block[j] * KV_BLOCK + position % KV_BLOCK) * J + task.head) * P + lane * 4;
+                    if (i >= fresh && task.first_query == 0 && !rehearses) {
+                        const size_t at = place_in_cache(block[0], position, task.head, lane * 4);
                         *(uint2 *)(k_cache + at) = x;
-                        *(uint2 *)(v_cache + at) = v[j];
+                        *(uint2 *)(v_cache + at) = v[0];
+                    }
+#pragma unroll
+                    for (int j = 1; j < AT_ONCE; j++) {
+                        raw[j - 1] = raw[j], v[j - 1] = v[j], block[j - 1] = block[j];
+                        cosines[j - 1] = cosines[j], sines[j - 1] = sines[j];
                     }
                 }
             }
@@ -280,6 +315,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 const uint4 b = load_matrices(keys + (warp * KEYS + (lane >> 4) * 8 + (lane & 7)) * STRIDE + d + (lane & 8));
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
+                    if (tile >= num_tiles) break;
                     const uint4 a = load_matrices(queries + (tile * 16 + (lane & 15)) * STRIDE + d + (lane >> 4) * 8);
                     multiply(scores[tile][0], a.x, a.y, a.z, a.w, b.x, b.y);
                     multiply(scores[tile][1], a.x, a.y, a.z, a.w, b.z, b.w);
@@ -287,6 +323,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             }
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
+                if (tile >= num_tiles) break;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int p = task.first + (task.first_query + tile * 16 + g + 8 * half) / GROUP;
@@ -306,24 +343,25 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             }
             __syncthreads();
             if (is_first) stamp(ROUTED);
-            if (copies) copy_pages(keys, k_cache, pages, then, then_head, thread);
+            if (copies) copy_pages(keys, k_cache, pages, then_head, thread);
             end_stream_group();
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
+                if (tile >= num_tiles) break;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int query = tile * 16 + g + 8 * half;
                     const float4 p = *(const float4 *)(peaks + query * WARPS), q = *(const float4 *)(peaks + query * WARPS + 4);
                     const float highest = fmaxf(fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)), fmaxf(fmaxf(q.x, q.y), fmaxf(q.z, q.w)));
                     const float now = fmaxf(peak[tile][half], highest), safe = now == -INF ? 0.0f : now;
-                    const float fade = exp2f(peak[tile][half] - safe);
+                    const float fade = power2(peak[tile][half] - safe);
                     peak[tile][half] = now;
 #pragma unroll
                     for (int n = 0; n <= SLICES; n++) acc[tile][n][2 * half] *= fade, acc[tile][n][2 * half + 1] *= fade;
 #pragma unroll
                     for (int n = 0; n < 2; n++)
                         *(u32 *)(shares + query * PSTRIDE + warp * KEYS + n * 8 + 2 * t) =
-                            pack(exp2f(scores[tile][n][2 * half] - safe), exp2f(scores[tile][n][2 * half + 1] - safe));
+                            pack(power2(scores[tile][n][2 * half] - safe), power2(scores[tile][n][2 * half + 1] - safe));
                 }
             }
             wait_for_stream<1>();
@@ -337,6 +375,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     b[n] = load_transposed(values + (k + lane) * STRIDE + warp * SLICE + n * 8);
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
+                    if (tile >= num_tiles) break;
                     const u16 *at = shares + (tile * 16 + (lane & 15)) * PSTRIDE + k + (lane >> 4) * 8;
                     const uint4 a = load_matrices(at), more = load_matrices(at + 16);
 #pragma unroll
@@ -348,7 +387,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 }
             }
             __syncthreads();
-            if (copies) copy_pages(values, v_cache, pages, then, then_head, thread);
+            if (copies) copy_pages(values, v_cache, pages, then_head, thread);
             end_stream_group();
         }
         if (has_part) {
@@ -371,10 +410,14 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         sync_cluster();
         for (int query = place + live * warp; has_part && query < task.num_queries; query += live * WARPS) {
             gate = gate_of(task, query + live * WARPS, qkv);
-            add_parts(task, query, opened, sums, stats, out, lane);
+            add_parts(task, query, opened, sums, stats, out, lane, !rehearses);
             if (GATE) opened = rounded(softplus(from_bf16(gate)));
         }
         sync_cluster();  // what others read stays until they have
+        if (rehearses) {
+            rehearses = false, copies = true, split = task.low_split + place;
+            continue;
+        }
         goes_on = has_next, task = next, place = next_place, split = task.low_split + place;
         index += gridDim.x / CLUSTER;
         has_next = !LONE && find_task(next, index, rows, num_requests);

@@ -27,7 +27,7 @@ def has_clusters(device: torch.device) -> bool:
 
 def cluster_programs(shape: AttentionShape) -> int:
     """Return how many programs share the keys of a KV head: more where they may be many."""
-    return 8 if shape.window else 16
+    return 8 if shape.window else 12
 
 
 def num_tiles(shape: AttentionShape, cols: int) -> int:

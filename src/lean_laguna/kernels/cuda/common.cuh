@@ -18,8 +18,7 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-#define CLUSTER_KERNEL(THREADS, BLOCKS, SIZE) \
-    extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, BLOCKS)
+#define CLUSTER_KERNEL(REGISTERS, SIZE) extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) __maxnreg__(REGISTERS)
 
 // 16 bytes of weights on their way into shared memory, or nothing; a group of its own either way.
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
