@@ -139,7 +139,7 @@ def ours(args: argparse.Namespace, begin: float) -> None:
         max_num_seqs=16,
         kv_cache_memory_bytes=None if args.tiny else 16 << 30,
         enable_prefix_caching=False,
-        prefill_chunk_size=None if args.tiny else args.chunk,
+        prefill_chunk_size=None if args.tiny else args.chunk or None,
         speculative_config={
             "model": "nano-dflash" if args.tiny else "dummy",
             "rejection_sample_method": "synthetic",
@@ -493,7 +493,7 @@ def main() -> None:
     parser.add_argument("--plan", default=PLAN, help=f"of {', '.join(SECONDS)}, with commas")
     parser.add_argument("--vllm-site", type=Path, help="folder that vLLM 0.25.1 is installed in")
     parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--chunk", type=int, default=8192, help="our prompts' chunks; more memory, less time")
+    parser.add_argument("--chunk", type=int, default=0, help="our most prompt rows a step; 0: our own")
     parser.add_argument("--scale", type=float, default=1.0, help="of every side's time limit")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--side", help="run one side in this process")

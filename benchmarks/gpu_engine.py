@@ -27,6 +27,7 @@ from gpu_memory import Meter, beyond
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
+from lean_laguna.plan.engine_memory import EngineLimits, EngineMemory
 
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
 PARTS = ("nano", "speed", "long", "streams", "hashes", "soak", "memory")
@@ -168,7 +169,7 @@ class Bench:
                 max_num_seqs=16,
                 kv_cache_memory_bytes=None if self.args.tiny else 16 << 30,
                 enable_prefix_caching=False,
-                prefill_chunk_size=256 if self.args.tiny else self.args.chunk,
+                prefill_chunk_size=256 if self.args.tiny else self.args.chunk or None,
                 speculative_config={
                     "model": drafter,
                     "rejection_sample_method": "synthetic",
@@ -194,8 +195,16 @@ class Bench:
         if not torch.cuda.is_available():
             return {"stages_mib": self.meter.lines}
         engine: Any = self.xs().engine
-        found = beyond(self.parameters(), engine.kv_bytes)
+        found = beyond(self.parameters(), engine.kv_bytes) | {"planned_beyond_gib": self.planned()}
         return found | {"stages_mib": self.meter.lines, "before_any_context_mib": self.meter.before_mib}
+
+    def planned(self) -> float:
+        """Return what the plan counts beyond weights and pages, GiB."""
+        engine: Any = self.xs().engine
+        limits = EngineLimits(prefill_chunk_size=engine.config.prefill_chunk_size)
+        memory = EngineMemory(engine.target.config, engine.proposer.drafter.config, limits)
+        workspace = memory.workspace(engine.max_model_len, engine.config.max_num_seqs)
+        return round(sum(workspace.values()) / 2**30, 2)
 
     def parameters(self) -> list[torch.Tensor]:
         engine: Any = self._xs.engine if self._xs is not None else None
@@ -387,7 +396,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--shape", default="laguna-xs")
-    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=0, help="most prompt rows a step; 0: the engine's own")
     parser.add_argument("--nano-requests", type=int, default=400)
     parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
     parser.add_argument("--hash-requests", type=int, default=3, help="at once, of the hashes part")

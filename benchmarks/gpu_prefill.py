@@ -295,6 +295,21 @@ class Bench:
             out[key] = round(self.time_ms(run, 5 if length <= self.chunks[0] else 2), 2)
         return out
 
+    def library_share(self) -> dict[str, float]:
+        """Time the longest prompt by the multiples in which the library takes keys, the first time too."""
+        out: dict[str, float] = {}
+        for size in () if self.tiny else (4096, 2048):
+            step = dataclasses.replace(self.step(self.chunks[-1]), library_from=size)
+            self.sync()
+            before = time.monotonic()
+            self.whole(step, max(self.lengths), self.chunks[-1])
+            self.sync()
+            out[f"{size}, first time"] = round((time.monotonic() - before) * 1000, 1)
+            out[f"{size}"] = round(
+                self.time_ms(partial(self.whole, step, max(self.lengths), self.chunks[-1]), 2), 2
+            )
+        return out
+
     def profile(self) -> dict[str, Any]:
         """Return milliseconds of the longest prompt by kernel, in the longer chunks."""
         if self.tiny:
@@ -548,7 +563,16 @@ class Bench:
             print(row)
         for row in found.get("experts") or []:
             print(row)
-        for key in ("classes", "library_attention", "check", "repeat", "rows_apart", "totals", "profile"):
+        for key in (
+            "classes",
+            "library_attention",
+            "check",
+            "repeat",
+            "rows_apart",
+            "totals",
+            "library_share",
+            "profile",
+        ):
             value = found.get(key)
             print(key)
             for k, v in (value or {}).items():

@@ -180,6 +180,7 @@ def _down_tile(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -195,7 +196,10 @@ def _down_tile(
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = (at_k + k < K)[None, :]
         x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside, other=0.0)
-        w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
+        if MAPS:
+            w = bank.load([expert * N + left + n0, at_k]).T
+        else:
+            w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
         acc = tl.dot(x, w, acc)
     y = (acc * weight[:, None]).to(terms_ptr.dtype.element_ty)
     at = pair.to(tl.int64)[:, None] * WIDTH + n[None, :]
@@ -221,6 +225,7 @@ def _down_kernel(
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
     WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (WIDTH + COLS - 1) // COLS
@@ -234,12 +239,12 @@ def _down_kernel(
         if HALVES and end - start <= LESS:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                left, N, K, LESS, COLS, BLOCK_K, STAGES, WIDTH, FORMAT,
+                left, N, K, LESS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, FORMAT,
             )  # fmt: skip
         else:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                left, N, K, ROWS, COLS, BLOCK_K, STAGES, WIDTH, FORMAT,
+                left, N, K, ROWS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, FORMAT,
             )  # fmt: skip
 
 
@@ -307,9 +312,15 @@ def expert_chunk_down(
         first_column: Of the W.
     """
     (N, F), width = weight.shape[1:], terms.shape[1]
+    maps = isinstance(weight, Tensor) and uses_maps(tile, weight.device)
+    source: object = operand(weight)
+    if isinstance(weight, Tensor) and maps:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        source = TensorDescriptor.from_tensor(weight.view(-1, F), [tile.down, tile.block_k])
     _down_kernel[(num_tiles * cdiv(width, tile.down),)](
         act,
-        operand(weight),
+        source,
         terms,
         sort.weights,
         sort.pairs,
@@ -325,6 +336,7 @@ def expert_chunk_down(
         STAGES=tile.down_stages,
         MAX_TILES=sort.tiles.shape[1],
         WIDTH=width,
+        MAPS=maps,
         FORMAT=format_of(weight),
         num_warps=tile.down_warps,
     )

@@ -47,7 +47,7 @@ class ExpertTile:
         up_stages: Depth of the software pipeline of the first product.
         down_stages: Of the second.
         halves: Tiles of at most half the rows take half the work.
-        tensor_maps: The first product's weights come by tensor maps (sm_90 and later), not by addresses.
+        tensor_maps: Weights come by tensor maps (sm_90 and later), not by addresses.
     """
 
     rows: int
