@@ -32,8 +32,10 @@ MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
 BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
-ADD_RING, LONE_ADD_RING = 12, 16
-"""Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
+ADD_RING = 12
+"""Steps of two such loads."""
+ADD_STAGES, LONE_ADD_STAGES = 5, 7
+"""Stages of 16 KiB; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
 LONE_DOWN_RING = 16
 """The same of down for a lone row, whose activations take little room: half of its weights."""
@@ -182,8 +184,13 @@ def project_add(
     blocks, is_lone = k // THREADS, launch.cols == 1
     chunks, tall = _chunks(weight), tall_log(weight)
     items = 1 if chunks == 4 else 2
-    most = LONE_ADD_RING if is_lone else ADD_RING
-    ring = min(most, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
+    stage = 512 if k % 512 == 0 else 256
+    if _is_bulk(weight):
+        ring = min(LONE_ADD_STAGES if is_lone else ADD_STAGES, k // stage)
+        ring_bytes = ring * (16 * (stage + 32) * 2 + 8)
+    else:
+        ring = min(ADD_RING, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
+        ring_bytes = items * ring * THREADS * _item_bytes(weight)
     columns = min(chunks, 2)
     ahead = (c for c in range(4 if launch.cols <= 8 else 2, 0, -1) if blocks % c == 0 and c % columns == 0)
     source = Source.of(
@@ -193,6 +200,8 @@ def project_add(
         K=k,
         N=n,
         WARPS=WARPS,
+        BULK=_is_bulk(weight),
+        STAGE=stage,
         RING=ring,
         AHEAD=next(ahead),
         COLS=launch.cols,
@@ -200,7 +209,7 @@ def project_add(
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     words, factor = scale_words(weight, tall, pairs=True), unit_factors(weight)
     arguments = (x, _codes(weight), words, factor, hidden, tap, num_rows, *strides)
-    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    shared = ring_bytes + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
     launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
 
 
