@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_weights import can_compile_cuda, drafter_weights, target_weights, why_not
+from lean_laguna.models.laguna import LagunaForCausalLM
+from lean_laguna.models.packed_parameters import materialise
 from support.engines import tiny_drafter, tiny_target
 from support.targets import laguna_json, random_target
 
@@ -32,6 +34,21 @@ def test_a_targets_projections_lie_side_by_side_and_keep_their_values():
         assert torch.equal(parameter, before[name]), name
     again = target_weights(target, 40)
     assert again.layers[1].attention.qkv.data_ptr() == attention.qkv.data_ptr()
+
+
+def test_linears_that_lie_side_by_side_from_the_start_are_not_moved():
+    given = tiny_target()
+    with torch.device("meta"):
+        target = LagunaForCausalLM(given.config)
+    materialise(target, CPU, joint=target.read_together())
+    target.load_state_dict(given.state_dict())
+    places = {name: p.data_ptr() for name, p in target.named_parameters()}
+    weights = target_weights(target, 40)
+    assert {name: p.data_ptr() for name, p in target.named_parameters()} == places
+    for i, layer in enumerate(weights.layers):
+        assert layer.attention.qkv.data_ptr() == places[f"model.layers.{i}.self_attn.q_proj.weight"]
+    router = weights.layers[1].mlp.router_gate_up
+    assert router.data_ptr() == places["model.layers.1.mlp.gate.weight"]
 
 
 def test_a_drafters_context_projection_holds_every_layers_keys_and_values():
