@@ -4,8 +4,8 @@
 
 Bytes: every kind of weight that can trip a quantiser, more than ten million of them, in three dtypes. Memory:
 synthetic checkpoints of Laguna-XS's shape with more and more layers, each read from the disk and converted by
-the command line in a process of its own, killed midway if wanted; beside it the speed at which the same disk
-takes plain copies. All 40 layers are 67 GB, of which a file system that can clone (XFS, Btrfs) stores 5:
+the command line, by so many workers, killed midway if wanted; beside it the speeds at which the same disk is
+read and takes plain copies. All 40 layers are 67 GB; a file system that can clone (XFS, Btrfs) stores 5:
 
     python benchmarks/quantize.py --out results/quantize.json --scratch /mnt/xfs --layers 40 --kill-at 0.4
 """
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lean_laguna.core.cpus import usable_cpus
 from lean_laguna.core.files import atomic_write_json
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import describe_run
@@ -37,9 +38,9 @@ from lean_laguna.plan.modules import target_modules
 from lean_laguna.quant.codec import encode
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, TensorSpec, packed_integer
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Linux's number of the call that clones a file.
-FICLONE, HEADER_BLOCK, COPIED_FILES = 0x40049409, 4096, 4
+FICLONE, HEADER_BLOCK, COPIED_FILES = 0x40049409, 4096, 2
 SCHEMES = {
     "nvfp4": NVFP4,
     "fp8-block": FP8_BLOCK,
@@ -150,6 +151,7 @@ def convert(source: Path, destination: Path, workers: int, kill_at: float) -> di
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     read_bytes = report["source_bytes"] - killed.get("finished_bytes", 0)
     return killed | {
+        "num_workers": report["num_workers"],
         "source_bytes": report["source_bytes"],
         "read_bytes": read_bytes,
         "written_bytes": report["written_bytes"],
@@ -205,17 +207,26 @@ def differing_layers(made: Path, config: LagunaConfig) -> int:
     return differing
 
 
-def copy_speed(source: Path, destination: Path) -> float:
-    """Return MB/s of copying some of the source's files from the disk and flushing them to it."""
+def disk_speeds(source: Path, destination: Path) -> dict[str, float]:
+    """Return MB/s of reading some of the source's files from the disk, and of copying them on it."""
+    files = sorted(source.glob("*.safetensors"), key=lambda file: -file.stat().st_size)[:COPIED_FILES]
+    total = sum(file.stat().st_size for file in files)
+    drop_from_memory(source)
+    buffer, started = bytearray(16 << 20), time.monotonic()
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+    read_s = time.monotonic() - started
     destination.mkdir()
     drop_from_memory(source)
-    started, total = time.monotonic(), 0
-    for file in sorted(source.glob("*.safetensors"))[:COPIED_FILES]:
+    started = time.monotonic()
+    for file in files:
         shutil.copyfile(file, destination / file.name)
         with (destination / file.name).open("rb") as stream:
             os.fsync(stream.fileno())
-        total += file.stat().st_size
-    return total / (time.monotonic() - started) / 1e6
+    copy_s = time.monotonic() - started
+    return {"disk_read_mb_per_s": total / read_s / 1e6, "disk_copy_mb_per_s": total / copy_s / 1e6}
 
 
 def main() -> None:
@@ -224,7 +235,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, nargs="+", default=sorted({1, usable_cpus()}))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--kill-at", type=float, default=0.0, metavar="SHARE", help="kill each once, go on")
     args = parser.parse_args()
@@ -235,18 +246,20 @@ def main() -> None:
             source = Path(base) / "source"
             config = shape_of(num_layers)
             write_synthetic(source, config)
-            made = Path(base) / "made"
-            found = {"num_layers": num_layers, **convert(source, made, args.workers, args.kill_at)}
-            found["num_differing_layers"] = differing_layers(made, config)
-            shutil.rmtree(made)
-            found["copy_mb_per_s"] = copy_speed(source, Path(base) / "copy")
-            print(found, flush=True)
-            conversions.append(found)
+            speeds = disk_speeds(source, Path(base) / "copy")
+            shutil.rmtree(Path(base) / "copy")
+            print(speeds, flush=True)
+            for workers in args.workers:
+                made = Path(base) / "made"
+                found = {"num_layers": num_layers, **convert(source, made, workers, args.kill_at), **speeds}
+                found["num_differing_layers"] = differing_layers(made, config)
+                shutil.rmtree(made)
+                print(found, flush=True)
+                conversions.append(found)
     result = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": "quantize",
         **describe_run(),
-        "workers": args.workers,
         "equality_with_compressed_tensors": equality,
         "conversions": conversions,
     }
