@@ -150,9 +150,24 @@ DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
 }
 // A multiple of 16 bytes, both ends on 16; expected before.
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
+#ifdef KEEP_L2
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
+                   "r"((u32)__cvta_generic_to_shared(arrival)), "l"(0x12f0000000000000ull) : "memory");
+#else
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
                    "r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+#endif
+}
+// Ask for a stretch of memory into L2, to stay there till it is copied.
+DEVICE void prefetch_lasting(const void *from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;"
+                 ::"l"(from), "r"(bytes), "l"(0x14f0000000000000ull) : "memory");
+}
+// A multiple of 16 bytes into L2: a hint.
+DEVICE void prefetch_bulk(const void *from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 // Wait until the phase of this parity is over: 0 for the first, 1 for the second, and so on.
 DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
@@ -161,6 +176,11 @@ DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
                  "@!over bra again;\n}" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(parity) : "memory");
 }
 #endif
+// A number that the compiler does not know.
+DEVICE int unknown(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
 DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 // 2^x and its inverse by the hardware's tables; what is below 2^-126 is 0.
 DEVICE float power2(float x) {

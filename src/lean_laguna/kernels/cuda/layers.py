@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +35,11 @@ class CudaLayers:
         """
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
+        self._following = {
+            id(layer): following.attention.qkv
+            for layer, following in itertools.pairwise(layers)
+            if following.attention.gate is None
+        }
         self._attends = cuda_attention.has_clusters(device)
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
@@ -70,7 +76,18 @@ class CudaLayers:
             scores = rows_of(scratch.scores, mlp.bias.shape[0])
             act = rows_of(scratch.act, mlp.shared_down.shape[1])
             products.run_experts(
-                mlp, hidden, scores, scratch.normed, act, scratch.routing, self._tables, n, eps, launch, tap
+                mlp,
+                hidden,
+                scores,
+                scratch.normed,
+                act,
+                scratch.routing,
+                self._tables,
+                n,
+                eps,
+                launch,
+                tap,
+                self._following.get(id(layer)),
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)

@@ -30,6 +30,10 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
+REHEARSE = 1
+"""Whether kernels run once on stale data before they wait for their inputs, so that their code is there."""
+AHEAD_BYTES = 0
+"""Of the next layer's first projection, asked for into L2 by a lone row's router: memory is idle then."""
 BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
 ADD_RING = 12
@@ -39,6 +43,8 @@ ADD_STAGES, LONE_ADD_STAGES = 5, 7
 DOWN_RING = 8
 LONE_DOWN_RING = 16
 """The same of down for a lone row, whose activations take little room: half of its weights."""
+LONE_DOWN_STAGES, DOWN_STAGES = 4, 3
+"""Experts' rows of a program of down on their way, 16 KiB each."""
 PACKED_RING = 8
 """The same where a load brings more columns, and scales."""
 PROGRAMS = 2
@@ -87,6 +93,15 @@ def _unit_ring(weight: Weight) -> tuple[int, int]:
     return ring, ring * THREADS * _item_bytes(weight)
 
 
+def _beyond_ring(weight: Weight, x: Tensor, launch: Launch) -> Tensor | None:
+    """Return what a projection's programs have not asked for when they start to wait; None where not bulk."""
+    if not _is_bulk(weight) or launch.cols > 1 or not AHEAD_BYTES:
+        return None
+    assert isinstance(weight, Tensor)
+    first = 8 * _unit_ring(weight)[0] * min(weight.shape[0] // 8, _num_programs(x, launch))
+    return weight[first:].flatten() if first < weight.shape[0] else None
+
+
 def _codes(weight: Weight) -> Tensor:
     return weight.codes if isinstance(weight, Packed) else weight
 
@@ -114,6 +129,7 @@ def project(
     gated: bool = False,
     normed: Tensor | None = None,
     rows: int = 0,
+    ahead: Tensor | None = None,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -128,10 +144,11 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
+        ahead: What a later kernel reads, asked for into L2, or None.
     """
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
-    is_bulk = _is_bulk(weight)
+    is_bulk, grid = _is_bulk(weight), min(units, _num_programs(x, launch))
     ring, ring_bytes = _unit_ring(weight)
     tall = tall_log(weight)
     source = Source.of(
@@ -142,6 +159,8 @@ def project(
         N=n,
         WARPS=WARPS,
         BULK=is_bulk,
+        REHEARSE=REHEARSE,
+        AHEAD=0 if ahead is None else min(AHEAD_BYTES, ahead.numel() * 2) // (grid * 8192),
         RING=ring,
         COLS=launch.cols,
         GATED=gated,
@@ -154,10 +173,9 @@ def project(
         + (k // 2 if launch.cols == 1 else k * 2)
         + 2 * WARPS * launch.cols * 8 * 4
     )
-    grid = min(units, _num_programs(x, launch))
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (_codes(weight), scale_words(weight, tall), factors)
-    arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
+    arguments = (x, norm, *weights, out, normed, ahead, num_rows, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
@@ -265,6 +283,7 @@ def run_experts(
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
+    following: Weight | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -280,10 +299,13 @@ def run_experts(
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
+        following: The next layer's first projection, or None.
     """
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
-    project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
+    ahead = None if following is None else _beyond_ring(following, hidden, launch)
+    router = mlp.router_gate_up
+    project(hidden, mlp.norm, router, scores, num_rows, eps, launch, normed=normed, rows=experts, ahead=ahead)
     shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
     factors = expert_factors(mlp)
@@ -303,7 +325,14 @@ def run_experts(
     ring, ring_bytes = _unit_ring(mlp.gate_up)
     programs = LONE_PROGRAMS if cols == 1 else 2
     up = Source.of(
-        "experts_up", K=d, RING=ring, TALL=up_tall, BULK=_is_bulk(mlp.gate_up), PROGRAMS=programs, **constants
+        "experts_up",
+        REHEARSE=REHEARSE,
+        K=d,
+        RING=ring,
+        TALL=up_tall,
+        BULK=_is_bulk(mlp.gate_up),
+        PROGRAMS=programs,
+        **constants,
     )
     routed_weights = (_codes(mlp.gate_up), scale_words(mlp.gate_up, up_tall))
     shared_weights = (_codes(shared_up), scale_words(shared_up, up_tall), factors)
@@ -320,9 +349,17 @@ def run_experts(
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )
-    ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
+    is_bulk = _is_bulk(mlp.down)
+    if is_bulk:
+        ring = LONE_DOWN_STAGES if cols == 1 else DOWN_STAGES
+        ring_bytes = ring * (16 * (max(f, fs) + 32) * 2 + 8)
+    else:
+        ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
+        ring_bytes = ring * THREADS * item
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)
+    down = Source.of(
+        "experts_down", N=d, RING=ring, TALL=down_tall, BULK=is_bulk, PROGRAMS=programs, **constants
+    )
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
     routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
     shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)
@@ -332,7 +369,7 @@ def run_experts(
         down,
         d // 16,
         THREADS,
-        ring * THREADS * item + staged + WARPS * cols * 32 * 4 + table_bytes,
+        ring_bytes + staged + WARPS * cols * 32 * 4 + table_bytes,
         (*down_arguments, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0)),
         launch,
     )

@@ -4,7 +4,8 @@
 // a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
 // ahead; otherwise RING 16-byte loads in flight a lane;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// FORMAT of the weight (packed.cuh), TALL.
+// FORMAT of the weight (packed.cuh), TALL; REHEARSE 1: see below; AHEAD pieces of 8 KiB that a program asks for into L2 for
+// a later kernel, while this one leaves memory idle.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
 #include "packed.cuh"
 
@@ -53,7 +54,7 @@ DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, u16 *nor
         for (int k = lane * 8; k < K; k += 256) {
             const uint4 y = scaled(*(const uint4 *)(own_row + k), inverse, *(const uint4 *)(scale + k));
             *(uint4 *)(own_row + k) = y;
-            if (NORMED && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+            if (NORMED && normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
         }
     }
     __syncthreads();
@@ -61,7 +62,7 @@ DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, u16 *nor
 
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
-        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
+        u16 *normed, const u16 *ahead, const int *num_rows, float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
     u16 *scale = tokens + COLS * STRIDE;
@@ -112,18 +113,16 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
-    wait_for_inputs();
-    stamp(WAITED);
-    if (COLS == 1) {
-        normalise_row<K, WARPS>(x, own_scale, tokens, (float *)scale, eps);
-        if (NORMED && live && blockIdx.x == 0)
-            for (int k = lane * 8; k < PART; k += 256)
-                *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
-    } else {
-        normalise_rows(x, scale, tokens, normed, live, eps, x_stride);
-    }
-
-    stamp(PREPARED);
+    auto normalise = [&](bool writes) {
+        if (COLS == 1) {
+            normalise_row<K, WARPS>(x, own_scale, tokens, (float *)scale, eps);
+            if (NORMED && writes && live && blockIdx.x == 0)
+                for (int k = lane * 8; k < PART; k += 256)
+                    *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
+        } else {
+            normalise_rows(x, scale, tokens, writes ? normed : nullptr, live, eps, x_stride);
+        }
+    };
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     int buffer = 0;
@@ -134,7 +133,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
         if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
         __syncthreads();
     };
-    auto add_up = [&](int unit, float by, float by_up) {
+    auto add_up = [&](int unit, float by, float by_up, int live) {
         const int token = thread / OUTPUTS, n = thread % OUTPUTS;
         if (token < live) {
             const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
@@ -150,20 +149,40 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     };
 #if BULK
     int slot = 0, parity = 0;
-    for (int unit = blockIdx.x; unit < count; unit += step) {
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
-        wait_for_bytes(arrivals + slot, parity);
+    // The first turn is a rehearsal with whatever lies in memory, for one unit: it writes nothing out, and when the inputs
+    // are there the instructions have been fetched, which streams of weights drive out of L2.
+#pragma unroll 1
+    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
+        const bool is_real = turn == 1;
+        if (is_real) {
+            wait_for_inputs();
+            stamp(WAITED);
+            if (AHEAD && warp == 1)
+                for (int i = lane; i < AHEAD; i += 32)
+                    prefetch_lasting(ahead + ((size_t)blockIdx.x * AHEAD + i) * 4096, 8192);
+        }
+        normalise(is_real);
+        if (is_real) stamp(PREPARED);
+        for (int unit = blockIdx.x; unit < count; unit += step) {
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+            const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
+            if (is_real) wait_for_bytes(arrivals + slot, parity);
 #pragma unroll
-        for (int k = 0; k < PART; k += 32)
-            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
-        leave(even, odd);
-        ask(slot, unit + RING * step);
-        add_up(unit, 1.0f, 1.0f);
-        if (++slot == RING) slot = 0, parity ^= 1;
+            for (int k = 0; k < PART; k += 32)
+                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
+                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
+            leave(even, odd);
+            if (is_real) ask(slot, unit + RING * step);
+            add_up(unit, 1.0f, 1.0f, is_real ? live : 0);
+            if (!is_real) break;
+            if (++slot == RING) slot = 0, parity ^= 1;
+        }
     }
 #else
+    wait_for_inputs();
+    stamp(WAITED);
+    normalise(true);
+    stamp(PREPARED);
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
@@ -196,7 +215,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
                     leave(even, odd);
-                    add_up(done, by, by_up);
+                    add_up(done, by, by_up, live);
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                 }
             }
