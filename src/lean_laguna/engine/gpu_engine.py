@@ -23,7 +23,7 @@ from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
-from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, mark, seconds_between
+from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Mark, mark, seconds_between
 from lean_laguna.engine.gpu_layout import chances_made, has_filters, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
@@ -92,15 +92,17 @@ class GpuEngine(LLMEngine):
         )
         self._running: list[Lane] = []
         self._rounds: deque[_Round] = deque()
+        self._last_end: Mark | None = None
         self._told: set[str] = set()
         self._watcher: LogitsWatcher | None = None
-        self._programs.warm_up()
+        self._programs.warm_up(self._prompts.dry_runs())
         self._schedule = self.controller.schedule if self.controller is not None else None
         if self.controller is not None:
             self.controller.shape = StepShape(MAX_ROWS, (NARROW, MAX_ROWS))
         if self._schedule is not None:
             self._schedule.row_tiles = (NARROW, MAX_ROWS)
             self._schedule.compares_caps = False  # another number of rows lays all requests out anew
+            self._schedule.is_always_told = True
         is_measured = is_gpu and self._schedule is not None
         self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
         return budget
@@ -346,18 +348,23 @@ class GpuEngine(LLMEngine):
             is_whole = launched.num_made_tokens is not None or num_sent == launched.num_asked
             is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
             is_usual = is_usual and is_whole and not is_widened
+            begin = launched.marks[0]
             if lane.draft_s is None and lane.first_drafts is not None and self._schedule is None:
                 # So that a length tried for one step, which lays everything out anew, teaches something.
-                lane.draft_s = seconds_between(*lane.first_drafts)
+                lane.draft_s, begin = seconds_between(*lane.first_drafts), lane.first_drafts[0]
+            if self._last_end is not None:
+                verify_s += max(0.0, seconds_between(self._last_end, begin))  # the host was not so fast
+            self._last_end = launched.marks[2]
             is_known = is_known and lane.draft_s is not None
             draft_s += lane.draft_s or 0.0
             verify_s += lane_s
             lane.draft_s = seconds_between(*launched.marks[1:])
             self._lanes.give_back(launched.said)
         if is_known and sequences:
-            if self._schedule is not None:
-                self._schedule.note([num for num, _ in counts], chances)
             made = a_round.launched[0].num_made_tokens
+            if self._schedule is not None:
+                is_told = made is not None or self._schedule.wants_chances
+                self._schedule.note([num for num, _ in counts], chances if is_told else [()] * len(counts))
             self._draft_lengths.observe(
                 sequences,
                 counts,
@@ -419,6 +426,7 @@ class GpuEngine(LLMEngine):
     ) -> None:
         """Draft, verify and accept for sequences whose tokens the host chooses."""
         start_s, draft_s = time.perf_counter(), 0.0
+        self._last_end = None
         lengths = self._draft_lengths.choose(sequences)
         self._set_prices()
         counts: list[tuple[int, int]] = []

@@ -162,8 +162,12 @@ class StepPrograms:
         self._filtered = filtered
         self._make[name](cols)
 
-    def warm_up(self) -> None:
-        """Compile all programs side by side, then run each on no rows and capture it; nothing on a CPU."""
+    def warm_up(self, others: Sequence[Callable[[], object]] = ()) -> None:
+        """Compile all programs side by side, then run each on no rows and capture it; nothing on a CPU.
+
+        Args:
+            others: Launches whose kernels are compiled along with them.
+        """
         if not self._is_gpu:
             return
         names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
@@ -172,7 +176,7 @@ class StepPrograms:
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
         bodies += [partial(self._body, name, NARROW, True) for name in names]
         self.state.words.zero_()
-        self._compile(bodies)
+        self._compile([*bodies, *others])
         for name, cols in keys:
             if name != "rows" or cols == MAX_ROWS:
                 for filtered in {False, cols <= NARROW}:  # the rest when first used
@@ -181,7 +185,7 @@ class StepPrograms:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def _compile(self, bodies: Sequence[Callable[[], None]]) -> None:
+    def _compile(self, bodies: Sequence[Callable[[], object]]) -> None:
         """Compile all kernels side by side; where CUDA C++ does not compile, layers stay with Triton's."""
         if self.uses_cuda:
             from lean_laguna.kernels.cuda import driver

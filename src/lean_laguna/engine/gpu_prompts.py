@@ -6,13 +6,15 @@ neighbours, on how many are computed at once, or on what a cached prefix spared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS
 from lean_laguna.engine.block_pool import NULL_BLOCK
 from lean_laguna.engine.gpu_lanes import Lanes, mark
 from lean_laguna.engine.gpu_layout import has_filters
@@ -21,7 +23,7 @@ from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
 from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width
-from lean_laguna.kernels.triton.prefill import PrefillStep
+from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, PrefillStep
 from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 
 
@@ -33,6 +35,10 @@ class Prompts(Protocol):
     """
 
     takes_many: bool
+
+    def dry_runs(self) -> Sequence[Callable[[], object]]:
+        """Return what launches every kernel of prompts, for these to be compiled ahead."""
+        ...
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Take the pages of a chunk, ready as for its rows; ``is_first`` of those of the next ``compute``."""
@@ -56,6 +62,10 @@ class RowPrompts:
 
     def __init__(self, programs: StepPrograms, lanes: Lanes):
         self._programs, self._lanes = programs, lanes
+
+    def dry_runs(self) -> Sequence[Callable[[], object]]:
+        """Nothing: where it is used, nothing is compiled."""
+        return ()
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Nothing: they are the sequence's when its rows are computed."""
@@ -97,6 +107,13 @@ class ChunkPrompts:
         self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
         self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
 
+    def dry_runs(self) -> Sequence[Callable[[], object]]:
+        """See ``Prompts.dry_runs``: the shapes that differ, and positions with keys before the chunk."""
+        most, last = self._step.scratch.rows, self._tables[0].shape[0] * self._programs.pools.kv_block_size
+        runs = [(0, num) for num in dict.fromkeys((1, -(-most // 2), most))]
+        runs += [(first, 1) for first in (LIBRARY_FROM, MAX_ORDERED_KEYS) if first < last]
+        return [partial(self._launch, first, num) for first, num in runs]
+
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Take the pages of a chunk; see ``Prompts.note_pages``.
 
@@ -119,9 +136,13 @@ class ChunkPrompts:
             self._tables[group].copy_(entries, non_blocking=True)
         ids = pinned_copy(np.array(token_ids, dtype=np.int32), programs.device)
         step.scratch.input_ids[: len(ids)].copy_(ids, non_blocking=True)
-        tables = tuple(self._table_of[id(table)] for table in programs.caches.tables)
-        hidden = step.run(step.scratch.input_ids, first, len(token_ids), tables=tables, all_rows=wants_all)
-        self._append_context(first, len(token_ids))
+        return self._launch(first, len(token_ids), wants_all=wants_all)
+
+    def _launch(self, first: int, num_tokens: int, *, wants_all: bool = False) -> Tensor:
+        tables = tuple(self._table_of[id(table)] for table in self._programs.caches.tables)
+        ids = self._step.scratch.input_ids
+        hidden = self._step.run(ids, first, num_tokens, tables=tables, all_rows=wants_all)
+        self._append_context(first, num_tokens)
         return hidden
 
     def _append_context(self, first: int, num_tokens: int) -> None:

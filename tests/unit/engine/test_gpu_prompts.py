@@ -27,6 +27,8 @@ def test_both_ways_leave_the_same_keys_context_and_hidden_states():
     limits = engine.scheduler.limits
     for prompts in (RowPrompts(programs, engine._lanes), ChunkPrompts(programs, used, limits, 64)):
         prompts.note_pages(sequence, is_first=True)
+        for run in prompts.dry_runs():  # on nobody's page
+            run()
         for group in used:
             for pool in programs.pools.group(group):
                 pool.zero_()

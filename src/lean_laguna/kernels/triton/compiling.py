@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 MAX_THREADS = 16
 
 
-def compile_ahead(runs: Sequence[Callable[[], None]]) -> None:
+def compile_ahead(runs: Sequence[Callable[[], object]]) -> None:
     """Compile what the runs would launch, launching nothing; what fails to compile will say so when launched.
 
     Args:

@@ -227,8 +227,10 @@ class PrefillStep:
         )
         num_tiles = cdiv(rows * A, tile.rows) + E
         expert_chunk_up(normed, mlp.gate_up, scratch.sort, act.view(rows * A, F), num_tiles, tile, top_k=A)
-        # As many columns at a time as there is room for.
-        columns = min(D, terms.numel() // (rows * A))
+        # As many columns at a time as there is room for, in few different shapes.
+        columns = D
+        while columns * rows * A > terms.numel():
+            columns = cdiv(columns, 2)
         for at in range(0, D, columns):
             own = terms[: rows * A * min(columns, D - at)].view(rows * A, -1)
             expert_chunk_down(act.view(rows * A, F), mlp.down, scratch.sort, own, num_tiles, tile, at)

@@ -97,20 +97,20 @@ def _route_kernel(
     tl.store(counts_ptr + tl.program_id(0) * E + e, tl.sum(chose, 0)[None, :], mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "own_blocks"])
 def _place_kernel(
     ranks_ptr,
     counts_ptr,
     pairs_ptr,
     tiles_ptr,
     num_tiles_ptr,
-    BLOCKS: tl.constexpr,
+    num_blocks,
+    own_blocks,
     PIECE: tl.constexpr,
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
     A: tl.constexpr,
     ROWS: tl.constexpr,
-    OWN: tl.constexpr,
     TILE: tl.constexpr,
     MAX_TILES: tl.constexpr,
 ):
@@ -118,14 +118,14 @@ def _place_kernel(
     e = tl.arange(0, E_BLOCK)
     total = tl.zeros((E_BLOCK,), tl.int32)
     before = tl.zeros((E_BLOCK,), tl.int32)
-    for piece in tl.range(0, BLOCKS, PIECE, num_stages=1):
+    for piece in tl.range(0, num_blocks, PIECE, num_stages=1):
         b = piece + tl.arange(0, PIECE)[:, None]
-        counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < BLOCKS) & (e < E)[None, :], other=0)
+        counts = tl.load(counts_ptr + b * E + e[None, :], mask=(b < num_blocks) & (e < E)[None, :], other=0)
         total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(b < pid * OWN, counts, 0), 0)
+        before += tl.sum(tl.where(b < pid * own_blocks, counts, 0), 0)
     end = tl.cumsum(total, 0)
     before += end - total
-    for own in range(pid * OWN, tl.minimum(pid * OWN + OWN, BLOCKS)):
+    for own in range(pid * own_blocks, tl.minimum(pid * own_blocks + own_blocks, num_blocks)):
         row = own * ROWS + tl.arange(0, ROWS)
         at = ranks_ptr + row[:, None] * E + e[None, :]
         rank = tl.load(at, mask=(e < E)[None, :], other=-1).to(tl.int32)
@@ -195,13 +195,13 @@ def sort_by_expert(
         sort.pairs,
         sort.tiles,
         sort.num_tiles,
-        BLOCKS=blocks,
-        PIECE=min(32, power_of_two(blocks)),
+        blocks,
+        own,
+        PIECE=32,
         E=E,
         E_BLOCK=power_of_two(E),
         A=top_k,
         ROWS=ROUTE_ROWS,
-        OWN=own,
         TILE=tile.rows,
         MAX_TILES=sort.tiles.shape[1],
         num_warps=4,
