@@ -112,7 +112,7 @@ class StepPrograms:
         if use_cuda:
             from lean_laguna.kernels.cuda.layers import CudaLayers
 
-            self._cuda_layers = CudaLayers(self.device)
+            self._cuda_layers = CudaLayers(self.device, layers)
         self._run_layer: LayerRunner = self._cuda_layers or run_layer
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}

@@ -27,11 +27,12 @@ class CudaLayers:
     takes depends on its shape alone.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, layers: Sequence[LayerWeights] = ()):
         """Set the routing tables aside.
 
         Args:
             device: Where the weights are.
+            layers: In the order they run, so that one may fetch ahead for the next; none if not known.
         """
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
