@@ -178,7 +178,7 @@ class EngineConfig:
         max_num_seqs: Requests decoded at once, at least 1.
         prefill_chunk_size: Most prompt tokens computed per step. Chunks start at absolute multiples of it;
             with the Triton kernels, at those of 2048 where that divides it. None takes 256; with these
-            kernels 8192, and 2048 in steps in which others decode.
+            kernels 8192 for a prompt alone, and 2048 beside other requests.
         kv_block_size: Tokens per KV page; divides ``prefill_chunk_size``.
         kv_cache_dtype: ``auto``: keys and values are kept in ``dtype``; ``fp8``: the target's as e4m3, with
             the checkpoint's ``k_scale`` and ``v_scale`` or 1. Half the memory or less; the output is no more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 256, 8192
-"""Prompt rows per step at most, unless told otherwise."""
+"""Prompt rows per step at most, of one request alone, unless told otherwise."""
 PREFILL_BLOCK = 2048
 """Rows of a prompt that the GPU's library multiplies at once, from absolute multiples of so many on: how many
 of these a step takes changes no bits, and where each ends a prefix can be cached."""
@@ -18,7 +18,7 @@ MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 
 
 def gpu_chunks(asked: int | None) -> tuple[int, int, int]:
-    """Return the rows of a block of prompt, and the most of a step: where nobody decodes, and where some do.
+    """Return the rows of a block of prompt, and the most of a step: of a request alone, and beside others.
 
     Args:
         asked: ``prefill_chunk_size``, which holds in both cases; None for the engine's own choice: long steps

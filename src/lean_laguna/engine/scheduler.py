@@ -50,8 +50,8 @@ class SchedulerLimits:
         kv_block_size: Positions per KV block.
         max_draft_tokens: Most draft tokens verified with an anchor.
         steps_ahead: Steps launched before the tokens of the first are known.
-        prefill_rows: Most prompt rows per step where nobody decodes; 0 takes one chunk's.
-        prefill_rows_beside: Likewise, where somebody does.
+        prefill_rows: Most prompt rows per step of one sequence, where nobody decodes; 0 takes one chunk's.
+        prefill_rows_beside: Likewise of all, where somebody does or several have prompts.
     """
 
     max_num_seqs: int
@@ -72,7 +72,7 @@ class SchedulerLimits:
         return min(total_positions, max(self.prefill_chunk_size, self.decode_span))
 
     def budget(self, *, is_beside: bool) -> int:
-        """Return the most prompt rows of a step, beside decoding sequences or alone."""
+        """Return the most prompt rows of a step, beside other sequences or alone."""
         return (self.prefill_rows_beside if is_beside else self.prefill_rows) or self.prefill_chunk_size
 
 
@@ -154,12 +154,15 @@ class Scheduler:
         if self.waiting:
             self._admit()
         plan = StepPlan(decode=[sequence for sequence in self.running if not sequence.is_prefilling])
-        budget = self.limits.budget(is_beside=bool(plan.decode))
+        budget = self.limits.budget(is_beside=True)
+        # A first token that is there does not wait for another's prompt, only for its own.
+        extra = 0 if plan.decode else self.limits.budget(is_beside=False) - budget
         for sequence in self.running:
             start = sequence.num_computed
             while sequence.is_prefilling and start < sequence.num_prompt_tokens:
                 chunk = self._next_chunk(sequence, start)
-                if chunk.end - start > budget:
+                is_first = not plan.prefill or plan.prefill[0].sequence is sequence
+                if chunk.end - start > budget + (extra if is_first else 0):
                     break
                 budget -= chunk.end - start
                 plan.prefill.append(chunk)
