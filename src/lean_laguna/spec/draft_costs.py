@@ -14,11 +14,13 @@ from typing import Any
 from lean_laguna.spec.draft_shape import StepShape
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
-_DECAY = 0.985  # weight that what happened to a draft keeps with each later draft: about 65 count
+_PACE_WINDOW, _PACE_SHARE = 9, 0.8  # steps that say how fast the machine is now; how far times follow that
+_DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
 _PRIOR_RATE = 0.8  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
 _HOPED_RATE = 0.95  # the same, where the question is whether drafting could still pay
 _SURPRISE = 2.0  # summed misses of the expectation, in whole drafts, that mean the text has changed
+_EXPECT_EVERY = 4  # blocks, between looks at what is expected
 _KEPT_AFTER_SURPRISE = 0.2  # weight that the past keeps then
 
 Shape = Callable[[int], tuple[float, float]]
@@ -28,12 +30,18 @@ Shape = Callable[[int], tuple[float, float]]
 class StepTimes:
     """Times of decode steps by number of draft tokens, for one batch size and context length.
 
+    Machines are slower for a while, and lengths are timed at different moments; so times are kept as they
+    would have been at one pace. What a length takes for good shows after a while.
+
     Attributes:
         shape: Lends its form where a length has not been observed.
+        pace: How long steps take now, as a factor of the times kept.
     """
 
     def __init__(self, shape: Shape | None = None):
         self.shape: Shape = shape or partial(StepShape().times, 1)
+        self.pace = 1.0
+        self._paces: deque[float] = deque(maxlen=_PACE_WINDOW)
         self._samples: dict[int, deque[tuple[float, float]]] = {}
         self._medians: dict[int, tuple[float, float]] = {}
 
@@ -42,7 +50,12 @@ class StepTimes:
         if draft_s is None:
             draft_s = verify_s if self.is_empty else self.estimate(num_draft_tokens)[0]
         samples = self._samples.setdefault(num_draft_tokens, deque(maxlen=_WINDOW))
-        samples.append((draft_s, verify_s))
+        usual_s = sum(self._medians.get(num_draft_tokens, ()))
+        if len(samples) >= _PACE_WINDOW and usual_s > 0:
+            self._paces.append((draft_s + verify_s) / usual_s)
+            self.pace = sorted(self._paces)[len(self._paces) // 2]
+        share = self.pace**-_PACE_SHARE if self.pace > 0 else 1.0
+        samples.append((draft_s * share, verify_s * share))
         middle = (len(samples) - 1) // 2  # the lesser of two: the first step of a kind is often slow
         self._medians[num_draft_tokens] = (
             sorted([sample[0] for sample in samples])[middle],
@@ -117,8 +130,10 @@ class AcceptanceRates:
         self._accepted = [0.0] * max_draft_tokens
         self._tried = [0.0] * max_draft_tokens
         self._surplus = self._deficit = 0.0
+        self._expected: list[float] = []
+        self._num_added = 0
 
-    def add(self, num_draft_tokens: int, num_accepted_tokens: int, unsent: Sequence[float] = ()) -> None:
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int, unsent: Sequence[float] = ()) -> bool:
         """Take one verified block: the accepted drafts, and the rejected one if there is one.
 
         All drafted positions age, tried or not: one that is seldom reached must not live on old evidence.
@@ -128,11 +143,15 @@ class AcceptanceRates:
             num_accepted_tokens: Of those, accepted.
             unsent: The drafter's own chances of drafts that were made and not sent. They count as if tried:
                 drafts are held back when they look bad, so counting the sent alone would flatter positions.
+
+        Returns:
+            Whether the text seems to have changed.
         """
         if not num_draft_tokens and not unsent:
-            return
+            return False
         decay = _DECAY
-        if self._is_surprised(num_draft_tokens, num_accepted_tokens):
+        is_surprised = self._is_surprised(num_draft_tokens, num_accepted_tokens)
+        if is_surprised:
             decay = _KEPT_AFTER_SURPRISE
             self._surplus = self._deficit = 0.0
         for index in range(num_draft_tokens):
@@ -143,9 +162,15 @@ class AcceptanceRates:
             self._tried[index] = self._tried[index] * decay + reached
             self._accepted[index] = self._accepted[index] * decay + reached * chance
             reached *= chance
+        if is_surprised:
+            self._expected = []
+        return is_surprised
 
     def _is_surprised(self, num_draft_tokens: int, num_accepted_tokens: int) -> bool:
-        expected = self.tokens_per_step()[num_draft_tokens] - 1
+        if not self._expected or self._num_added % _EXPECT_EVERY == 0:
+            self._expected = self.tokens_per_step()
+        self._num_added += 1
+        expected = self._expected[num_draft_tokens] - 1
         gap, slack = num_accepted_tokens - expected, 0.25 * (expected + 0.5)
         self._surplus = max(0.0, self._surplus + (gap - slack) / (num_draft_tokens + 1))
         self._deficit = max(0.0, self._deficit - (gap + slack) / (num_draft_tokens + 1))

@@ -3,9 +3,8 @@
 The length that maximises expected tokens per second is used: (1 + sum of acceptance) / (draft + verify time),
 for the present batch size and context length. A length of 0 is plain decoding. The first step takes what is
 likely best, by what steps usually cost beside each other; what has been measured replaces that, also for
-batch sizes and context lengths that come later.
-
-What was learned can be kept in a profile, one per machine, models and precision.
+batch sizes and context lengths that come later. It can be kept in a profile, one per machine, models and
+precision.
 
 Bound: trials of other lengths cost at most `Policy.start_steps` steps and `Policy.explore_share` of the time,
 and a better length is taken up when it gains more than `Policy.hysteresis`. So with true estimates decoding
@@ -28,8 +27,9 @@ from lean_laguna.spec.scheduled_steps import ScheduledSteps
 
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
-_PLAN_EVERY = 4  # steps between looks at all lengths: a look costs as much as a small kernel
-_PLAN_ALWAYS = 16  # steps of a kind that are looked at one by one
+_PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps between looks at all lengths
+_PLAN_EVERY = 16  # from then on: a look costs as much as some kernels
+_TIME_EVERY = 4  # likewise, steps of which one is timed
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
 
@@ -44,6 +44,11 @@ class _Cell:
         self.plan_left = 0
         self.num_steps = 0
         self.scheduled = ScheduledSteps()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a step at the length in use is timed: not each, once its time is well known."""
+        return self.num_steps < _PLAN_AFTER[-1][0] or self.num_steps % _TIME_EVERY == 0
 
 
 class DraftLengthController:
@@ -112,9 +117,8 @@ class DraftLengthController:
         length, is_trial = self._choose_fixed(key, cell)
         if self.schedule is None or is_trial or not length or not may_schedule or cell.times.is_empty:
             return length
-        return cell.scheduled.choose(
-            self.schedule, cell.times, batch, length, cell.rates[length], self.max_draft_tokens
-        )
+        most, rate = self.max_draft_tokens, cell.rates[length]
+        return cell.scheduled.choose(self.schedule, cell.times, batch, length, rate, most)
 
     def _choose_fixed(self, key: tuple[int, int], cell: _Cell) -> tuple[int, bool]:
         """Return the length of a step whose drafts are all sent, and whether it is a trial."""
@@ -124,7 +128,7 @@ class DraftLengthController:
         known = self._estimates(key, cell)
         cell.rates = rates = self._tokens_per_s(cell, known)
         cell.current = current = self._best(key, cell, known, rates)
-        cell.plan_left = _PLAN_EVERY - 1 if cell.num_steps >= _PLAN_ALWAYS else 0
+        cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY) - 1
         trial = cell.trials.choose(known, current)
         return (current, False) if trial is None else (trial, True)
 
@@ -139,8 +143,7 @@ class DraftLengthController:
     def _tokens_per_s(self, cell: _Cell, known: Estimates) -> list[float]:
         """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
         rates = [tokens / step_s for tokens, step_s in zip(known.tokens, known.step_s, strict=True)]
-        gain = 1.0 if self.schedule is None else cell.scheduled.gain
-        return [rates[0], *(rate * gain for rate in rates[1:])]
+        return [rates[0], *(rate * cell.scheduled.gain for rate in rates[1:])]
 
     def _best(self, key: tuple[int, int], cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
         """Return the length to use from here on: another than before only where it promises enough."""
@@ -152,8 +155,9 @@ class DraftLengthController:
         if not best and cell.current:
             # Plain steps tell nothing of drafts, so there must be evidence before drafting ends.
             hoped = self._acceptance(key[0]).tokens_per_step(hoped=True)
-            if rates[0] <= least * max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
-                best = max(seen[1:], key=lambda k: (rates[k], -k))
+            if rates[0] > max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
+                return 0
+            best = max(seen[1:], key=lambda k: (rates[k], -k))
         return best if rates[best] > rates[cell.current] * least else cell.current
 
     def observe(
@@ -180,27 +184,27 @@ class DraftLengthController:
             accepted: Per sequence, its draft tokens and how many were accepted.
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
             num_made_tokens: Longest draft made in a scheduled step; None for another.
-            is_usual: The times are those of steps of this length.
+            is_usual: See ``DraftLengths.observe``.
         """
         if self._fixed is not None:
             return
         key = _key(batch, context_len)
         cell = self._cell(key)
         held_back = unsent or [()] * len(accepted)
+        rates = self._acceptance(key[0])
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
-            self._acceptance(key[0]).add(drafted, num_accepted, chances)
+            if rates.add(drafted, num_accepted, chances):
+                cell.plan_left = 0
         is_cut = num_made_tokens not in (None, num_draft_tokens)
-        if is_usual and (not is_cut or len({num for num, _ in accepted}) == 1):
+        is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
+        if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         cell.num_steps += 1
         emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
-        if not cell.current:
-            worth_s = emitted / cell.rates[0] if cell.rates else 0.0
-        else:
-            worth_s = emitted / cell.rates[cell.current]
+        worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
         if cell.trials.observe(num_draft_tokens, draft_s + verify_s, worth_s, is_off=not cell.current):
             cell.plan_left = 0
-        if cell.current and self.schedule is not None and num_made_tokens is not None:
+        if cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)
             cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)
 
@@ -247,9 +251,8 @@ class DraftLengthController:
             ConfigError: It is of another kind.
         """
         if profile.get("version") != PROFILE_VERSION:
-            raise ConfigError(
-                f"draft-length profile: 'version' must be {PROFILE_VERSION}, found {profile.get('version')!r}"
-            )
+            found = profile.get("version")
+            raise ConfigError(f"draft-length profile: 'version' must be {PROFILE_VERSION}, found {found!r}")
         try:
             for entry in profile["times"]:
                 steps = {k: v for k, v in entry["steps"].items() if int(k) <= self.max_draft_tokens}

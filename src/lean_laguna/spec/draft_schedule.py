@@ -74,6 +74,8 @@ class DraftSchedule:
     Attributes:
         row_tiles: Numbers of rows that steps are made for: more rows up to the next cost a drafter little.
         compares_caps: Find out how far to draft; else as far as the rows of the tile go.
+        is_always_told: Chances are known of all drafts, also of those that are sent as they are.
+        wants_chances: Somebody wants to know them of the step at hand.
         costs: Of the step at hand; None where drafts are sent as they are.
         survival: Per sequence drafted for in the last step, chances of its drafts as far as known.
         cut: Per sequence drafted for in the last step, the chances of its drafts that were made and not sent,
@@ -83,6 +85,8 @@ class DraftSchedule:
 
     row_tiles: Sequence[int] = ROW_TILES
     compares_caps: bool = True
+    is_always_told: bool = False
+    wants_chances: bool = False
     costs: StepCosts | None = None
     survival: list[list[float]] = field(default_factory=list)
     cut: list[tuple[float, ...]] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from lean_laguna.spec.draft_schedule import ROW_TILES
 
@@ -22,8 +22,9 @@ class StepShape:
     """
 
     rows_per_launch: int | None = None
-    row_tiles: Sequence[int] = ROW_TILES
+    row_tiles: tuple[int, ...] = ROW_TILES
 
+    @cache  # noqa: B019 - of a handful of shapes
     def times(self, batch: int, num_draft_tokens: int) -> tuple[float, float]:
         """Return what drafting and verifying take.
 

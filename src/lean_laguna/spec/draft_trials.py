@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-_DOUBT = (0.15, 0.1, 0.06, 0.0)  # of a time observed 0, 1, 2 times: by so much it may be shorter
+_DOUBT = (0.15, 0.1, 0.06, 0.05, 0.04, 0.03, 0.0)  # of a time seen so often: by so much it may be shorter
+_DOUBT_OF_OLD = 0.05  # of a time seen some steps ago: the machine may have been slower
 _DOUBT_OF_NONE = 0.8  # of plain steps never seen: verifying may cost by the row
 _LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at most, doubled by each failure
 _GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
@@ -26,6 +27,7 @@ class Policy:
         hysteresis: Gain in tokens per second that a change of length must promise.
         start_steps: Time that may be spent on trials at once, in steps, where little is known.
         recheck_steps: Steps after which the time of a length is known less well.
+        recheck_close_steps: The same, where it is about as good as the one in use.
         max_saved_steps: Exploration time that may be saved up, in steps at the present length.
     """
 
@@ -33,6 +35,7 @@ class Policy:
     hysteresis: float = 0.02
     start_steps: float = 1.5
     recheck_steps: int = 256
+    recheck_close_steps: int = 32
     max_saved_steps: float = 4.0
 
 
@@ -104,9 +107,10 @@ class Trials:
         count = min(known.counts[k], len(_DOUBT) - 1)
         if not count and not k:
             return _DOUBT_OF_NONE
-        if count and self._num_steps - self._last_seen.get(k, 0) > self.policy.recheck_steps:
-            count = 1
-        return _DOUBT[count]
+        age = self._num_steps - self._last_seen.get(k, 0)
+        if count and age > self.policy.recheck_steps:
+            return _DOUBT[1]
+        return max(_DOUBT[count], _DOUBT_OF_OLD if age > self.policy.recheck_close_steps else 0.0)
 
     @property
     def is_waiting(self) -> bool:

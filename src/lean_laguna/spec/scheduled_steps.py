@@ -19,7 +19,8 @@ _DECAY = 0.98
 _ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
 _KNOWN_AFTER = 8  # scheduled steps at first, whatever they gain
 _LOOK_EVERY = 16  # steps while off
-_PLAN_LASTS = 8  # steps; working it out costs as much as some kernels
+_PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
+_SETTLED_AFTER = 64  # scheduled steps
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
 _CLAIM_DECAY, _TRUSTED_TOKENS = 0.995, 100.0  # tokens that have come true as claimed before any did
 _LEAST_S = 1e-9
@@ -88,7 +89,8 @@ class ScheduledSteps:
         """
         schedule.costs = None
         self._num_chosen += 1
-        if not self.is_on and self._num_chosen % _LOOK_EVERY:
+        schedule.wants_chances = self.is_on or self._num_chosen % _LOOK_EVERY == 0
+        if not schedule.wants_chances:
             return length
         plan = self._plan
         if plan is None or self._num_chosen >= plan.until or plan.made_for != (batch, length):
@@ -100,9 +102,11 @@ class ScheduledSteps:
                 caps,
                 [draft_s for draft_s, _ in estimates],
                 self._caps.choose(caps, length) if schedule.compares_caps else cap,
-                self._num_chosen + _PLAN_LASTS,
+                self._num_chosen + _PLAN_LASTS[self._num_seen >= _SETTLED_AFTER],
                 (batch, length),
             )
+        if schedule.is_always_told and not self.is_on:
+            return length
         schedule.costs = plan.costs
         return plan.cap
 
@@ -110,31 +114,34 @@ class ScheduledSteps:
         self,
         schedule: DraftSchedule,
         times: StepTimes,
-        lengths: tuple[int, int, int],
+        lengths: tuple[int, int | None, int],
         draft_s: float,
         accepted: Sequence[tuple[int, int]],
     ) -> None:
-        """Account for a scheduled step.
+        """Account for a step whose chances are known: as it was, or as it would have been scheduled.
 
         Args:
             schedule: As the drafter left it.
             times: Of steps, by draft length.
-            lengths: Longest draft sent, and made; and the best fixed length.
+            lengths: Longest draft sent, and made, None where it was not scheduled; and the best fixed length.
             draft_s: Seconds that drafting took.
             accepted: Per sequence, drafts sent, and accepted.
         """
         sent, made, fixed = lengths
         plan = self._plan
-        if plan is None or len(schedule.survival) != len(accepted):
+        if plan is None or len(schedule.survival) != len(accepted) or not all(schedule.survival):
             return
-        claimed = sum(sum(own[:num]) for own, (num, _) in zip(schedule.survival, accepted, strict=True))
-        self._claimed = self._claimed * _CLAIM_DECAY + claimed
+        claims = (sum(own[:num]) for own, (num, _) in zip(schedule.survival, accepted, strict=True))
+        self._claimed = self._claimed * _CLAIM_DECAY + sum(claims)
         self._came = self._came * _CLAIM_DECAY + sum(count for _, count in accepted)
+        if made is None:
+            made, sent = sent, plan.costs.best_length(schedule.survival)
         usual_s, verify_s = times.estimate(made)[0], times.estimate(sent)[1]
-        step_s = min(draft_s, _LONGEST * usual_s) + verify_s if usual_s > 0 else draft_s + verify_s
-        fixed_tokens = len(accepted) + sum(_reaching(own, fixed) for own in schedule.survival)
-        self._tokens = self._tokens * _DECAY + len(accepted) + claimed
-        self._seconds = self._seconds * _DECAY + step_s
+        draft_s = min(draft_s, _LONGEST * usual_s) if usual_s > 0 else draft_s
+        num = len(accepted)
+        self._tokens = self._tokens * _DECAY + num + sum(sum(own[:sent]) for own in schedule.survival)
+        self._seconds = self._seconds * _DECAY + draft_s + verify_s
+        fixed_tokens = num + sum(_reaching(own, fixed) for own in schedule.survival)
         self._fixed_tokens = self._fixed_tokens * _DECAY + fixed_tokens
         self._fixed_seconds = self._fixed_seconds * _DECAY + sum(times.estimate(fixed))
         self._num_seen += 1

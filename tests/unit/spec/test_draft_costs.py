@@ -28,9 +28,21 @@ def test_old_observations_fade():
     made = StepTimes()
     for _ in range(100):
         made.add(3, 1.0, 1.0)
-    for _ in range(8):
+    for _ in range(200):
         made.add(3, 2.0, 2.0)
-    assert made.estimate(3) == (2.0, 2.0)
+    assert made.estimate(3) == pytest.approx((2.0, 2.0), rel=0.05)
+
+
+def test_a_slow_spell_of_the_machine_does_not_make_a_length_look_slow():
+    made = StepTimes()
+    for _ in range(20):
+        made.add(7, 1.0, 3.0)
+    for i in range(20):
+        made.add(7 if i else 3, 1.5, 4.5 if i else 3.0)
+    made.add(3, 1.5, 3.0)
+    made.add(3, 1.5, 3.0)
+    assert made.estimate(3) == pytest.approx((1.0, 2.0), rel=0.2), "half as long again, as all steps then"
+    assert made.pace > 1.3
 
 
 def test_the_first_slow_step_of_a_kind_does_not_count():

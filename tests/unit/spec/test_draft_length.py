@@ -82,7 +82,7 @@ def test_it_turns_drafting_on_when_drafts_begin_to_be_accepted_and_off_again():
     controller = DraftLengthController(15)
     assert usual(run(paper, controller, 500)) == 0
     rates[:] = GOOD
-    assert usual(run(paper, controller, 100)) >= 5
+    assert usual(run(paper, controller, 160)) >= 5
     rates[:] = POOR
     assert usual(run(paper, controller, 100)) == 0
 
