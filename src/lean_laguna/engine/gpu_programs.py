@@ -95,7 +95,14 @@ class StepPrograms:
         self._draft_head = self.target.head if own_head is None else own_head
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
         layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
-        self.scratch = Scratch.allocate(layers, self.target.head, self._tiles)
+        self._cuda_layers: CudaLayers | None = None
+        if use_cuda:
+            from lean_laguna.kernels.cuda.layers import CudaLayers
+
+            self._cuda_layers = CudaLayers(self.device, layers)
+        self._run_layer: LayerRunner = self._cuda_layers or run_layer
+        has_parts = self._cuda_layers is None or not self._cuda_layers.attends_all(layers)
+        self.scratch = Scratch.allocate(layers, self.target.head, self._tiles, has_parts=has_parts)
         self.tap_layers = drafter.config.target_layer_ids if drafter is not None else ()
         self._taps = self._empty(MAX_ROWS, len(self.tap_layers), self.target.norm.shape[0])
         self._thresholds = (
@@ -108,12 +115,6 @@ class StepPrograms:
         self._walk = Walk.allocate(spark.bias.shape[0], self.device) if spark is not None else None
         self.prices = torch.zeros(2, MAX_ROWS + 1, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
-        self._cuda_layers: CudaLayers | None = None
-        if use_cuda:
-            from lean_laguna.kernels.cuda.layers import CudaLayers
-
-            self._cuda_layers = CudaLayers(self.device, layers)
-        self._run_layer: LayerRunner = self._cuda_layers or run_layer
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self._filtered = False
@@ -201,6 +202,8 @@ class StepPrograms:
                     f"lean-laguna: Triton kernels alone: CUDA C++ does not compile: {error}", file=sys.stderr
                 )
                 self._cuda_layers, self._run_layer = None, run_layer
+                drafter = self.drafter.layers if self.drafter is not None else ()
+                self.scratch = self.scratch.with_parts(self.target.layers + drafter)
         compile_ahead(bodies)
 
     @cached_property

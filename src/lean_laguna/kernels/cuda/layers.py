@@ -43,6 +43,10 @@ class CudaLayers:
         }
         self._attends = cuda_attention.has_clusters(device)
 
+    def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
+        """Say whether no layer's attention needs ``Scratch.partial``."""
+        return self._attends and all(cuda_attention.fits_attention(layer.attention.shape) for layer in layers)
+
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
         with collecting() as sources:

@@ -7,7 +7,7 @@ on the host depends on it. Six to seven kernels a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -92,18 +92,19 @@ class Scratch:
     best: tuple[Tensor, Tensor]
 
     @classmethod
-    def allocate(cls, layers: tuple[LayerWeights, ...], head: Weight, tiles: Tiles) -> Scratch:
+    def allocate(
+        cls, layers: tuple[LayerWeights, ...], head: Weight, tiles: Tiles, *, has_parts: bool = True
+    ) -> Scratch:
         """Return buffers wide enough for every layer given.
 
         Args:
             layers: Of the target and the drafter.
             head: [V, D].
             tiles: Of the step.
+            has_parts: Whether parts of attention are summed here; ``with_parts`` adds the room for them.
         """
         device, dtype, D = head.device, head.dtype, head.shape[1]
-        shapes = {(layer.attention.shape, layer.rotary[0].shape[0]) for layer in layers}
-        partial = max(MAX_ROWS * s.num_heads * s.num_splits(n) * s.head_dim for s, n in shapes)
-        stats = max(MAX_ROWS * s.num_heads * s.num_splits(n) * 2 for s, n in shapes)
+        shapes = {layer.attention.shape for layer in layers}
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseWeights)]
         acts = [
             m.gate_up.shape[0] // 2 for m in (layer.mlp for layer in layers) if isinstance(m, DenseWeights)
@@ -128,14 +129,27 @@ class Scratch:
         return cls(
             hidden=empty(MAX_ROWS, D),
             normed=empty(MAX_ROWS, D),
-            qkv=empty(MAX_ROWS * max(s.width for s, _ in shapes)),
-            heads=empty(MAX_ROWS * max(s.num_heads * s.head_dim for s, _ in shapes)),
-            partial=(empty(partial, of=torch.float32), empty(stats, of=torch.float32)),
+            qkv=empty(MAX_ROWS * max(s.width for s in shapes)),
+            heads=empty(MAX_ROWS * max(s.num_heads * s.head_dim for s in shapes)),
+            partial=_parts(layers if has_parts else (), device),
             scores=empty(MAX_ROWS * experts),
             act=empty(MAX_ROWS * max(acts)),
             routing=routing,
             best=(empty(parts, MAX_ROWS, of=torch.float32), empty(parts, MAX_ROWS, of=torch.int32)),
         )
+
+    def with_parts(self, layers: tuple[LayerWeights, ...]) -> Scratch:
+        """Return the same buffers with room for parts of attention."""
+        return replace(self, partial=_parts(layers, self.hidden.device))
+
+
+def _parts(layers: tuple[LayerWeights, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for the sums of attention's parts, and for their peaks and totals."""
+    shapes = {(layer.attention.shape, layer.rotary[0].shape[0]) for layer in layers}
+    rows = {(MAX_ROWS * s.num_heads * s.num_splits(n), s.head_dim) for s, n in shapes}
+    sums = max((num * head_dim for num, head_dim in rows), default=0)
+    stats = max((num * 2 for num, _ in rows), default=0)
+    return torch.empty(sums, device=device), torch.empty(stats, device=device)
 
 
 def rows_of(flat: Tensor, width: int) -> Tensor:
