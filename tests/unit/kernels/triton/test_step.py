@@ -180,6 +180,15 @@ def test_verified_rows_have_the_bits_of_decoded_rows(model, assert_same_bits):
     assert_same_bits(verified_taps, decoded_taps)
 
 
+def test_room_for_parts_of_attention_can_come_later(model):
+    layers, head = model.target.layers, model.target.head
+    bare = Scratch.allocate(layers, head, TILES, has_parts=False)
+    assert [part.numel() for part in bare.partial] == [0, 0]
+    later, usual = bare.with_parts(layers), Scratch.allocate(layers, head, TILES)
+    assert [part.shape for part in later.partial] == [part.shape for part in usual.partial]
+    assert later.hidden is bare.hidden
+
+
 def requests_for(device, remaining, num_drafts, ring):
     def ints(value=0):
         return torch.full((16,), value, dtype=torch.int32, device=device)
