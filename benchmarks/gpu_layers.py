@@ -11,14 +11,18 @@ import argparse
 import dataclasses
 import itertools
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_step import Bench
+from kernel_variants import STAMPED_BLOCKS, changed, last_layer, variant
 from twins import relative
 
 from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
 from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton import step as step_module
 from lean_laguna.kernels.triton.draft_step import DraftStep
@@ -34,7 +38,7 @@ class LayersBench(Bench):
 
     def build(self) -> None:
         super().build()
-        self.cuda = CudaLayers(self.weights.layers + self.drafter.layers, torch.device(self.device))
+        self.cuda = CudaLayers(torch.device(self.device), self.weights.layers)
         self.sync()
 
     def target(self, launch: Launch, **options: Any) -> TargetStep:
@@ -44,7 +48,7 @@ class LayersBench(Bench):
     def equal(self) -> dict[str, float]:
         """Return each layer kind's relative difference between the two, on the same inputs."""
         found = {}
-        for rows, cols in ((1, 8), (7, 8), (13, 16)):
+        for rows, cols in ((1, 1), (1, 8), (7, 8), (13, 16)):
             launch = self.launch(cols, True)
             for i in (0, 1, 4):
                 start = torch.randn_like(self.scratch.hidden)
@@ -66,48 +70,113 @@ class LayersBench(Bench):
                         )
                     self.sync()
                     results.append((self.scratch.hidden[:rows] - start[:rows]).clone())
-                found[f"layer {i}, {rows} rows"] = relative(results[1], results[0])
+                found[f"layer {i}, {rows} rows, {cols} columns"] = relative(results[1], results[0])
         return found
 
     def compile_all(self) -> float:
-        runs = [self.target(self.launch(cols, True)).run for cols in (8, 16)]
-        self.compile(runs)
-        self.cuda.compile_ahead(runs)
+        runs = [partial(self.run_changed, *own) for _, *own in self.setups()]
+        runs += [partial(self.run_changed, launch, *own) for _, launch, *own in self.stamped()]
+        runs += [partial(self.run_changed, self.launch(1), {}, {"NO_WAITS": 1})]
+        with collecting() as sources:
+            self.compile(runs)
+        compile_ahead(sources, torch.device(self.device))
         return self.left()
+
+    def run_changed(self, launch: Launch | None, sizes: dict[str, int], constants: dict[str, int]) -> None:
+        self.use_cuda = launch is not None
+        with changed(products, sizes), variant(**constants):
+            self.target(launch or self.launch(8, False)).run()
+        self.use_cuda = True
+
+    def bit_launches(self) -> dict[str, Launch]:
+        return super().bit_launches() | {"lone": self.launch(1)}
+
+    def stamped(self) -> list[tuple[int, Launch, dict[str, int], dict[str, int]]]:
+        """Return what is stamped: rows, launch, sizes and constants that differ."""
+        stamps = {"STAMPS": STAMPED_BLOCKS}
+        keep = {**stamps, "KEEP_L2": 1}
+        return [
+            (1, self.launch(1), {}, stamps),
+            (1, self.launch(1), {}, keep),
+            (1, self.launch(1), {"AHEAD_BYTES": 16 << 20}, keep),
+            (8, self.launch(8), {}, stamps),
+        ]
+
+    def stamps(self) -> dict[str, list[str]]:
+        """Return where the blocks of the last layer were."""
+        found = {}
+        for rows, launch, sizes, constants in self.stamped():
+            self.place([rows], [self.context])
+            with changed(products, sizes), variant(**constants) as launched:
+                replay = self.graph(self.target(launch).run)
+
+            def run(replay: Callable[[], None] = replay) -> None:
+                replay()
+                self.sync()
+
+            found[f"{rows} rows, {launch.cols} columns, {sizes} {constants}"] = last_layer(launched, run)
+        return found
+
+    def shared(self) -> list[str]:
+        """Return grid and shared memory of each kernel of the last two layers."""
+        lines = []
+        for cols in (1, 8):
+            with variant() as launched:
+                self.target(self.launch(cols, True)).run()
+            lines += [f"{cols} columns {s.name:12} {grid:4} x {size:6} B" for s, grid, size in launched[-12:]]
+        return lines
+
+    def without_waits(self) -> float:
+        """Return the milliseconds of a step whose kernels wait for nothing; its results mean nothing."""
+        self.place([1], [self.context])
+        with variant(NO_WAITS=1):
+            replay = self.graph(self.target(self.launch(1, True)).run)
+        return self.time_us(replay, 10) / 1000
 
     def steps(self) -> list[dict[str, Any]]:
         table = []
-        for label, cuda, launch, spread in (
-            ("triton, plain", False, self.launch(8, False), 2),
-            ("cuda, plain", True, self.launch(8, False), 1),
-            ("cuda, early, 1 a multiprocessor", True, self.launch(8, True), 1),
-            ("cuda, early", True, self.launch(8, True), 2),
-            ("cuda, early, 16 columns", True, self.launch(16, True), 2),
-        ):
-            self.use_cuda = cuda
-            products.PROGRAMS = spread
+        for label, launch, changes, constants in self.setups():
             self.place([1], [self.context])
-            replay = self.graph(self.target(launch).run)
+            replay = self.graph(partial(self.run_changed, launch, changes, constants))
+            cols = 8 if launch is None else launch.cols
             row: dict[str, Any] = {"setup": label}
-            for m in (1, 2, 4, 8, 16)[: 4 if launch.cols == 8 else 5]:
+            for m in (1, 2, 4, 8, 16)[: {1: 1, 8: 4, 16: 5}[cols]]:
                 self.place([m], [self.context])
                 row[f"ms_{m}"] = round(self.time_us(replay, 10) / 1000, 4)
             self.place([1], [self.long])
             row["ms_1_long"] = round(self.time_us(replay, 10) / 1000, 4)
             print(row, flush=True)
             table.append(row)
-        self.use_cuda = True
-        products.PROGRAMS = 2
         return table
+
+    def setups(self) -> list[tuple[str, Launch | None, dict[str, int], dict[str, int]]]:
+        """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
+        lone, keep = self.launch(1), {"KEEP_L2": 1}
+        ahead = {f"ahead {n}": {"AHEAD_BYTES": n << 20} for n in (8, 16, 24)}
+        return [
+            ("triton", None, {}, {}),
+            ("8 columns, no early launch", self.launch(8, False), {}, {}),
+            ("8 columns", self.launch(8), {}, {}),
+            ("8 columns, no rehearsal", self.launch(8), {"REHEARSE": 0}, {}),
+            ("8 columns, keep", self.launch(8), {}, keep),
+            ("1 column", lone, {}, {}),
+            ("1 column, no rehearsal", lone, {"REHEARSE": 0}, {}),
+            ("1 column, keep", lone, {}, keep),
+            ("1 column, keep, no rehearsal", lone, {"REHEARSE": 0}, keep),
+            *((f"1 column, keep, {name}", lone, changes, keep) for name, changes in ahead.items()),
+            ("1 column, 1 slot", lone, {"BULK_COLUMNS": 2048}, {}),
+            ("1 column, 3 slots", lone, {"BULK_COLUMNS": 6144}, {}),
+            ("16 columns", self.launch(16), {}, {}),
+        ]
 
     def profile_cuda(self) -> dict[str, Any]:
         """Return, kernel by kernel within a layer, median microseconds alone and between starts."""
         from torch.profiler import ProfilerActivity, profile
 
         out = {}
-        for m, early in ((1, False), (1, True), (8, False), (8, True)):
+        for m, cols, early in ((1, 1, True), (1, 8, True), (8, 8, False), (8, 8, True)):
             self.place([m], [self.context])
-            replay = self.graph(self.target(self.launch(8, early)).run)
+            replay = self.graph(self.target(self.launch(cols, early)).run)
             replay()
             with profile(activities=[ProfilerActivity.CUDA]) as prof:
                 replay()
@@ -133,8 +202,17 @@ class LayersBench(Bench):
                 )
             for name, rows in found.items():
                 medians = [round(statistics.median(r[i] for r in rows), 2) for i in range(3)]
-                out[f"{m} rows, {'early' if early else 'plain'}, {name} x{len(rows)}"] = medians
+                label = f"{m} rows, {cols} columns, {'early' if early else 'plain'}"
+                out[f"{label}, {name} x{len(rows)}"] = medians
         return out
+
+    def report(self, out: Path) -> None:
+        for key in ("equal", "shared", "stamps"):
+            value = self.found.get(key, {})
+            for name, lines in value.items() if isinstance(value, dict) else [(key, value)]:
+                print(key, name, *(["", *lines] if isinstance(lines, list) else [lines]), sep="\n  ")
+        super().report(out)
+        print("ms without waits", self.found.get("ms_without_waits"))
 
     def drafting(self) -> dict[str, Any]:
         """Time the drafter either way."""
@@ -182,8 +260,11 @@ def main() -> None:
     bench.phase("equal", bench.equal)
     bench.phase("steps", bench.steps)
     bench.phase("bits", bench.bits)
+    bench.phase("shared", bench.shared)
+    bench.phase("stamps", bench.stamps)
     bench.phase("drafting", bench.drafting)
     bench.phase("profile", bench.profile_cuda, 10)
+    bench.phase("ms_without_waits", bench.without_waits)
     bench.found["kernels"] = {}
     bench.report(parser.parse_args().out)
 

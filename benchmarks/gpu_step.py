@@ -564,13 +564,18 @@ class Bench:
             }
         return out
 
+    def bit_launches(self) -> dict[str, Launch]:
+        """Return the set-ups whose rows' bits are compared."""
+        launches = {"plain": self.launch(pdl=False), "early": self.launch(), "early16": self.launch(16)}
+        if self.tiny:
+            launches.pop("early")
+        return launches
+
     def bits(self) -> dict[str, Any]:
         """Count logits rows whose bits differ from decoding alone, over rows, slots, columns and set-ups."""
         base, best = self.context, self.chosen
         rounds = 12 if not self.tiny else 4
-        launches = {"plain": self.launch(pdl=False), "early": self.launch(), "early16": self.launch(16)}
-        if self.tiny:
-            launches.pop("early")
+        launches = self.bit_launches()
         steps = {k: self.target(v, tiles=best, logits=True) for k, v in launches.items()}
         self.compile([s.run for s in steps.values()])
         graphs = {}
@@ -601,12 +606,14 @@ class Bench:
             result["mismatches"][label] = result["mismatches"].get(label, 0) + bad
 
         for key in graphs:
-            width = 16 if key.endswith("16") else 8
+            width = launches[key].cols
             for i in range(rounds):
                 compare(f"{key} 1 row", rows_after(key, [1], [base + i]), alone[i : i + 1])
             for m in range(2, min(width, rounds) + 1):
                 for start in range(0, rounds - m + 1, max(1, m // 2)):
                     compare(f"{key} verify", rows_after(key, [m], [base + start]), alone[start : start + m])
+            if width == 1:
+                continue
             # Beside other requests, in another slot: request 0's rows come last.
             n = 3
             table = self.caches.tables[0]

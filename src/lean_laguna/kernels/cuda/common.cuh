@@ -216,12 +216,18 @@ DEVICE void let_next_start() {}
 #endif
 
 // Where time goes, for benchmarks: each block's first thread notes when it was where, in nanoseconds.
-enum { STARTED, ASKED, WAITED, PREPARED, ROUTED, FIRST_DONE, ENDED, NUM_STAMPS };
+enum { STARTED, ASKED, WAITED, PREPARED, ROUTED, FIRST_DONE, ENDED, PLACE, NUM_STAMPS };
 #ifdef STAMPS
 __device__ u64 stamps[STAMPS][NUM_STAMPS];
 DEVICE void stamp(int place) {
     if (threadIdx.x != 0 || blockIdx.x >= STAMPS) return;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(stamps[blockIdx.x][place])::"memory");
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+    stamps[blockIdx.x][place] = now;
+    if (place != STARTED) return;
+    u32 multiprocessor;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(multiprocessor));
+    stamps[blockIdx.x][PLACE] = multiprocessor;
 }
 #else
 DEVICE void stamp(int) {}
