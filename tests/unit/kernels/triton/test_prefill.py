@@ -13,7 +13,7 @@ from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.prefill import PrefillStep
-from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch, shape_rows
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -262,10 +262,3 @@ def test_how_long_chunks_are_changes_no_bits(half, device, assert_same_bits):
     for mine, theirs in zip(scene.keys(long), scene.keys(step), strict=True):
         for which in (0, 1):
             assert_same_bits(mine[which], theirs[which])
-
-
-def test_blocks_are_padded_to_a_few_shapes():
-    assert [shape_rows(n, 2048) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 512, 2048, 2048]
-    assert [shape_rows(n, 2048) for n in (2049, 4096, 8000)] == [2304, 4096, 8192]
-    assert [shape_rows(n, 96) for n in (1, 96)] == [96, 96]
-    assert shape_rows(700, 768) == 768

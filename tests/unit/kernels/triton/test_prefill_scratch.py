@@ -1,0 +1,55 @@
+"""Blocks of a chunk: a few shapes, lengths on the device, and little room for what experts leave."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
+
+from lean_laguna.engine.gpu_weights import target_weights
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch, experts_width, shape_rows, split
+from support.engines import tiny_target
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return target_weights(copy.deepcopy(tiny_target()), 300)
+
+
+def test_blocks_are_padded_to_a_few_shapes():
+    assert [shape_rows(n, 2048) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 512, 2048, 2048]
+    assert [shape_rows(n, 2048) for n in (2049, 4096, 8000)] == [2304, 4096, 8192]
+    assert [shape_rows(n, 96) for n in (1, 96)] == [96, 96]
+    assert shape_rows(700, 768) == 768
+
+
+def test_a_chunks_blocks_know_their_rows_and_tokens(weights):
+    scratch = PrefillScratch.allocate(weights, 64, block=16)
+    blocks = scratch.blocks(37)
+    assert [(block.at, block.rows, block.length.item()) for block in blocks] == [
+        (0, 16, 16),
+        (16, 16, 16),
+        (32, 16, 5),
+    ]
+    assert scratch.length.item() == 37
+    assert scratch.lengths.tolist() == [16, 16, 5, 0]
+    assert scratch.hidden[blocks[2].own].shape[0] == 16
+
+
+def test_a_chunk_that_is_not_whole_blocks_is_one(weights):
+    assert PrefillScratch.allocate(weights, 40, block=16).block == 40
+
+
+def test_longer_chunks_leave_fewer_columns_of_experts_at_a_time(weights):
+    one, four = (experts_width(weights, rows, 16) for rows in (16, 64))
+    hidden, top_k = weights.norm.shape[0], weights.layers[1].mlp.top_k
+    assert one - four == top_k * (hidden - hidden // 4)
+    wide = PrefillScratch.allocate(weights, 64, block=16, context_width=10_000).work.numel()
+    assert wide == 16 * 10_000
+
+
+def test_a_flat_buffer_is_cut_into_rows_one_after_another():
+    first, second = split(torch.arange(20), 2, 3, 4)
+    assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert second.tolist() == [[6, 7, 8, 9], [10, 11, 12, 13]]
