@@ -170,7 +170,7 @@ def project(
     shared = (
         ring_bytes
         + launch.cols * (k + 8) * 2
-        + (k // 2 if launch.cols == 1 else k * 2)
+        + (k // 2 if launch.cols == 1 else 64)
         + 2 * WARPS * launch.cols * 8 * 4
     )
     factors = pair_factors(weight) if gated else unit_factors(weight)

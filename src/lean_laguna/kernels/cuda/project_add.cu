@@ -60,6 +60,11 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
     }
     __syncthreads();
     for (int slot = 0; slot < RING; slot++) ask(slot, slot);
+#ifdef L2_AHEAD
+    // The rest of a row, while the kernel ahead leaves memory alone.
+    if (RING < K / STAGE && warp == 0 && lane < 16)
+        prefetch_bulk(weight + (size_t)(blockIdx.x * 16 + lane) * K + RING * STAGE, (K - RING * STAGE) * 2);
+#endif
 #else
     const Own own(weight, scales, blockIdx.x, warp, g, t);
     u32 *words = (u32 *)(row + (STAGED ? K : 0)) + threadIdx.x;
