@@ -1,11 +1,12 @@
 """What scheduling by confidence brings on a GPU: DSpark scheduled, at fixed lengths, DFlash, and no drafts.
 
-    PYTHONPATH=src python benchmarks/gpu_dspark_serving.py --out FOLDER [--parts walk,nano,xs] [--budget S]
+    PYTHONPATH=src python benchmarks/gpu_dspark_serving.py --out FOLDER [--parts walk,nano,xs,ece]
 
 ``walk``: the walk's kernels against plain PyTorch, in Laguna-XS's shape, and what a draft takes.
 ``nano``: real weights, whose steps cost much the same at any length on a large GPU. ``xs``: random weights in
 Laguna-XS's shape, whose steps do not; drafts stand at rates that differ from step to step, as the chances
-that ``nano-dspark`` gave did, and the drafter knows them. Modes take turns; mismatches are against no drafts.
+that ``nano-dspark`` gave did, and the drafter knows them. ``ece``: the calibration error of what the engine
+counts, on held-out text. Modes take turns; mismatches are against no drafts.
 Writes gpu_dspark_serving.json. ``--tiny`` tries the script itself.
 """
 
@@ -36,6 +37,7 @@ from lean_laguna.kernels.triton.weights import SparkWeights
 from lean_laguna.spec.confidence import calibration_error
 from lean_laguna.spec.noise import gumbel_noise
 from lean_laguna.spec.synthetic import SyntheticAcceptance
+from lean_laguna.train.dataset import load_tokens
 
 NUM_SETS, LENGTH = 8, 7
 DEFAULT_SETS = tuple(
@@ -286,6 +288,42 @@ class Bench:
             self.sets[temperature] = watch.sets()
             result[f"T={temperature} chances"] = {"sets": self.sets[temperature], "errors": watch.errors()}
 
+    def ece(self, result: dict[str, Any]) -> None:
+        """How far the engine's own confidences can be believed: held-out texts, all seven drafts sent."""
+        tiny = self.args.tiny
+        stream = load_tokens(self.args.data, "val")
+        count, size, new = (3, 8, 8) if tiny else (self.args.num_texts, 64, 256)
+        options = {"max_model_len": 64 if tiny else 512, "kv_cache_memory_bytes": None if tiny else 1 << 30}
+        spark = self.engine("nano", "nano-dspark", **options)
+        starts = range(0, len(stream) - size, (len(stream) - size) // count)
+        prompts = [stream[start : start + size].tolist() for start in starts][:count]
+        inner, blocks = spark._commit, []
+
+        def commit(launched: Any, deltas: Any) -> Any:
+            spoke = inner(launched, deltas)
+            for _, (num, accepted), own in spoke:
+                if own is not None and num == len(own) == LENGTH:
+                    blocks.append((tuple(accumulate(own, mul)), accepted))
+            return spoke
+
+        spark._commit = commit
+        for temperature in (0.0, 0.8):
+            blocks.clear()
+            rate = self.run(spark, LENGTH, prompts, temperature, new)[0]
+            chances = torch.tensor([own for own, _ in blocks])
+            accepted = torch.tensor([num for _, num in blocks])
+            errors = [round(calibration_error(chances[:, k], accepted > k), 4) for k in range(LENGTH)]
+            result[f"T={temperature}"] = {
+                "texts": len(prompts),
+                "blocks": len(blocks),
+                "errors": errors,
+                "mean": round(mean(errors), 4),
+                "mean_accepted": round(float(accepted.double().mean()), 3),
+                "mean_claimed": round(float(chances.sum(1).mean()), 3),
+                "tok_per_s": round(rate),
+            }
+            print(f"   T={temperature} {result[f'T={temperature}']}", flush=True)
+
     def xs(self, result: dict[str, Any]) -> None:
         """Random weights in a published shape, drafts accepted at nano's chances."""
         tiny = self.args.tiny
@@ -336,6 +374,10 @@ def main() -> None:
     parser.add_argument("--shape", default="laguna-xs")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="of nano")
     parser.add_argument("--chances", type=Path, help="an earlier result with nano's, where that is not run")
+    parser.add_argument(
+        "--data", type=Path, default=Path("runs/nano/data-cut"), help="of ece: its held-out text"
+    )
+    parser.add_argument("--num-texts", type=int, default=384, help="of ece")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()

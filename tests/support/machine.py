@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lean_laguna.spec.draft_length import DraftLengthController
 
@@ -53,11 +55,13 @@ def run(
     batch: int = 1,
     context: int = 100,
     growing: bool = False,
+    late: int = 0,
     seed: int = 0,
 ) -> Run:
-    """Let the controller drive the machine."""
+    """Let the controller drive the machine; it hears of a step ``late`` steps later."""
     rng = random.Random(seed)
     lengths, tokens, seconds = [], 0, 0.0
+    unheard: deque[tuple[Any, ...]] = deque()
     for _ in range(num_steps):
         length = controller.choose(batch, context)
         accepted = []
@@ -71,7 +75,10 @@ def run(
         noise = [1 + machine.jitter * abs(rng.gauss(0, 1)) for _ in range(2)]
         draft_s = machine.draft_s(length, batch, context) * noise[0]
         verify_s = machine.verify_s(length, batch, context) * noise[1]
-        controller.observe(length, batch, context, draft_s=draft_s, verify_s=verify_s, accepted=accepted)
+        unheard.append((length, batch, context, draft_s, verify_s, accepted))
+        if len(unheard) > late:
+            heard = unheard.popleft()
+            controller.observe(*heard[:3], draft_s=heard[3], verify_s=heard[4], accepted=heard[5])
         lengths.append(length)
         tokens += sum(1 + count for _, count in accepted)
         seconds += draft_s + verify_s

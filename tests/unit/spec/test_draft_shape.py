@@ -1,0 +1,28 @@
+import pytest
+
+from lean_laguna.spec.draft_shape import StepShape
+
+
+def test_rows_cost_and_no_drafts_cost_no_drafting():
+    shape = StepShape()
+    draft, verify = zip(*(shape.times(1, k) for k in range(16)), strict=True)
+    assert draft[0] == 0 < draft[1] < draft[15]
+    assert draft[1] < verify[0] < verify[1]
+    assert list(verify) == sorted(verify)
+
+
+def test_rows_within_a_tile_cost_less_than_those_beyond_it():
+    _, seven = StepShape(None, (8, 16)).times(1, 7)
+    _, eight = StepShape(None, (8, 16)).times(1, 8)
+    _, six = StepShape(None, (8, 16)).times(1, 6)
+    assert eight - seven > 2 * (seven - six) > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "drafts", "launches"), [(4, 3, 1), (2, 7, 1), (4, 7, 2), (5, 3, 2), (3, 15, 3)]
+)
+def test_requests_share_launches_as_far_as_they_fit(batch, drafts, launches):
+    shape = StepShape(16, (8, 16))
+    draft, _ = shape.times(batch, drafts)
+    assert draft == pytest.approx(0.3 * launches + 0.01 * batch * (1 + drafts))
+    assert shape.times(16, 0)[1] < 2 * shape.times(8, 0)[1]
