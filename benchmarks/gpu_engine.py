@@ -30,7 +30,7 @@ from lean_laguna.engine.llm import LLM
 from lean_laguna.plan.engine_memory import EngineLimits, EngineMemory
 
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
-PARTS = ("nano", "speed", "long", "streams", "hashes", "soak", "memory")
+PARTS = ("nano", "speed", "long", "streams", "hashes", "chunks", "soak", "memory")
 
 
 def tokens(n: int, seed: int, vocab: int) -> list[int]:
@@ -325,6 +325,30 @@ class Bench:
             "hash": hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
             "synthetic": True,
         }
+
+    def chunks(self) -> dict[str, Any]:
+        """Logits after prompts of several blocks, however many a step takes, and from a cached prefix."""
+        from dataclasses import replace
+
+        engine: Any = self.xs().engine
+        vocab, tiny = engine.target.config.vocab_size, self.args.tiny
+        sizes = (16, 32, 48) if tiny else (2048, 4096, None)
+        lengths = (37, 70) if tiny else (5000, 9500)
+        prompts = [tokens(size, 40 + size, vocab) for size in lengths]
+        prompts.append(prompts[1][: lengths[1] - 30] + tokens(20, 9, vocab))  # its start can be cached
+        params = [SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True, seed=i) for i in range(3)]
+        config = replace(engine.config, speculative=None, max_model_len=128 if tiny else 12288)
+        config = replace(config, kv_cache_memory_bytes=None if tiny else 4 << 30)
+        found, cached = [], []
+        for size, caches in ((sizes[0], False), *((size, True) for size in sizes)):
+            own = replace(config, prefill_chunk_size=size, enable_prefix_caching=caches)
+            other = type(engine)(engine.target, engine.tokenizer, None, own)
+            requests = list(zip(prompts, params, strict=True))
+            found.append(self.hashed(LLM.from_engine(other), requests, time.monotonic() + 60)[0])
+            cached.append(other.stats().num_cached_prompt_tokens)
+            del other
+        mismatches = sum(one is None or one != found[0][i] for run in found for i, one in enumerate(run))
+        return {"chunks": sizes, "mismatches": mismatches, "cached_tokens": cached, "synthetic": True}
 
     # --- soak
 

@@ -32,8 +32,8 @@ from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
 
-LIBRARY_FROM = 8192
-"""The library takes keys in multiples of so many: few shapes, of which each takes it 50 ms the first time."""
+LIBRARY_FROM = 4096
+"""The library takes keys in multiples of so many: few shapes, each of which takes it time at first."""
 
 
 def _has_library(weight: Weight) -> bool:

@@ -15,8 +15,8 @@ from lean_laguna.kernels.triton.launch import cdiv, power_of_two
 from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache, to_cache
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 
-READY_ROWS, READY_HEADS = 16, 4
-"""Tokens and heads of a program that makes heads ready: the heads share the tokens' rotations."""
+READY_ROWS = 16
+"""Tokens of a program that makes heads ready."""
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["table_ptr"])
@@ -42,32 +42,27 @@ def _ready_kernel(
     QK_NORM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
     live = row < tl.load(num_tokens_ptr)
     position = first + row
     d = tl.arange(0, P)
-    for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H + J)):
-        at = row.to(tl.int64) * WIDTH + head * P
-        if head < H:
-            q = normed_rotated(
-                qkv_ptr, at, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM
-            )
-            # Other threads may still be reading what is overwritten.
-            tl.debug_barrier()
-            tl.store(qkv_ptr + at[:, None] + d[None, :], q, mask=live[:, None])
-        else:
-            k = normed_rotated(
-                qkv_ptr, at, live, k_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM
-            )
-            v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
-            block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
-            slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head - H) * P
-            k = to_cache(k, k_scale, k_cache_ptr.dtype.element_ty)
-            v = to_cache(v, v_scale, v_cache_ptr.dtype.element_ty)
-            tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
-            tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
+    at = row.to(tl.int64) * WIDTH + head * P
+    if head < H:
+        q = normed_rotated(qkv_ptr, at, live, q_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
+        # Other threads may still be reading what is overwritten.
+        tl.debug_barrier()
+        tl.store(qkv_ptr + at[:, None] + d[None, :], q, mask=live[:, None])
+    else:
+        k = normed_rotated(qkv_ptr, at, live, k_norm_ptr, cos_ptr, sin_ptr, position, eps, P, ROTARY, QK_NORM)
+        v = tl.load(qkv_ptr + (at + J * P)[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        block = tl.load(table_ptr + position // KV_BLOCK, mask=live, other=0).to(tl.int64)
+        slot = ((block * KV_BLOCK + position % KV_BLOCK) * J + head - H) * P
+        k = to_cache(k, k_scale, k_cache_ptr.dtype.element_ty)
+        v = to_cache(v, v_scale, v_cache_ptr.dtype.element_ty)
+        tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=live[:, None])
+        tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=live[:, None])
 
 
 def ready_heads(
@@ -97,7 +92,7 @@ def ready_heads(
     """
     H, J = shape.num_heads, shape.num_kv_heads
     cache = LayerCache(*cache)
-    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), cdiv(H + J, READY_HEADS))](
+    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), H + J)](
         qkv,
         *norms,
         *rotary,
@@ -117,7 +112,6 @@ def ready_heads(
         QK_NORM=shape.has_qk_norm,
         KV_BLOCK=cache.keys.shape[1],
         ROWS=READY_ROWS,
-        HEADS=READY_HEADS,
         num_warps=4,
     )
 

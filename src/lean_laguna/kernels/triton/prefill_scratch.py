@@ -60,8 +60,9 @@ class PrefillScratch:
         block: Tokens of a block; C is a multiple of it.
         input_ids: [C] int32, where a caller may put the chunk's tokens.
         length: [1] int32, tokens of the chunk.
-        lengths: [C / block] int32, tokens of each block.
-        starts: [C / block] int32, its first row.
+        lengths: [C / block, 4] int32, tokens of each block in the first column: on 16 bytes, for kernels are
+            compiled anew for addresses that are not.
+        starts: [C / block, 1] int32, its first row.
         hidden: [C, D] residual stream.
         normed: [C, D].
         delta: [C, D] what an attention or MLP block adds.
@@ -113,8 +114,8 @@ class PrefillScratch:
             block=block,
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
             length=torch.zeros(1, dtype=torch.int32, device=device),
-            lengths=torch.zeros(rows // block, dtype=torch.int32, device=device),
-            starts=torch.arange(0, rows, block, dtype=torch.int32, device=device),
+            lengths=torch.zeros(rows // block, 4, dtype=torch.int32, device=device),
+            starts=torch.arange(0, rows, block, dtype=torch.int32, device=device)[:, None],
             hidden=empty(rows, D),
             normed=empty(rows, D),
             delta=empty(rows, D),
@@ -132,9 +133,9 @@ class PrefillScratch:
     def blocks(self, num_tokens: int) -> list[Block]:
         """Note a chunk's length on the device, and return its blocks."""
         self.length.fill_(num_tokens)
-        torch.clamp(num_tokens - self.starts, 0, self.block, out=self.lengths)
+        self.lengths.copy_((num_tokens - self.starts).clamp_(0, self.block))
         return [
-            Block(at, block_rows(min(self.block, num_tokens - at), self.block), self.lengths[i : i + 1])
+            Block(at, block_rows(min(self.block, num_tokens - at), self.block), self.lengths[i, :1])
             for i, at in enumerate(range(0, num_tokens, self.block))
         ]
 

@@ -33,7 +33,8 @@ def test_a_chunks_blocks_know_their_rows_and_tokens(weights):
         (32, 16, 5),
     ]
     assert scratch.length.item() == 37
-    assert scratch.lengths.tolist() == [16, 16, 5, 0]
+    assert scratch.lengths[:, 0].tolist() == [16, 16, 5, 0]
+    assert all(block.length.data_ptr() % 16 == 0 for block in blocks)
     assert scratch.hidden[blocks[2].own].shape[0] == 16
 
 
