@@ -91,6 +91,11 @@ def run(args: argparse.Namespace) -> int:
     from lean_laguna.plan.plan_report import cap_line, plan_report
 
     terminal = Terminal(is_json=args.json)
+    problems = target.files.problems if target.files is not None else ()
+    if problems:
+        rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        terminal.note(f"{target.name} is not whole: {problems[0]}{rest}; see 'lean-laguna inspect'")
+    found["problems"] = list(problems)
     terminal.report(plan_report(found))
     if args.cap and not found["lean_laguna"]["fits"]:
         terminal.note("no cap: what does not fit must not be started")

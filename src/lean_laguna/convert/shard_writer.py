@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.quant.scheme import TensorSpec
 
 _COPY_BYTES = 1 << 20
@@ -19,6 +19,8 @@ _COPY_BYTES = 1 << 20
 _ALIGNMENT = 8
 # What transformers and vLLM look for: whose tensors these are.
 _METADATA = {"format": "pt"}
+# Bits of infinity; those of what is not finite are no less, the sign aside.
+_INFINITIES = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
 class ShardWriter:
@@ -77,21 +79,26 @@ class ShardWriter:
         """Copy a tensor's bytes as they are from another file.
 
         Raises:
-            ConfigError: A file cannot be read, or the disk is full or fails.
+            CheckpointError: The file cannot be read, or a value is not finite.
+            ConfigError: The disk is full or fails.
         """
         left, place = self._specs[name].num_bytes, self._places[name]
+        infinity, where = _INFINITIES.get(self._specs[name].dtype), f"{file}: tensor '{name}'"
         try:
             buffer = memoryview(bytearray(min(left, _COPY_BYTES)))
-            with file.open("rb", buffering=0) as stream:
+            with file.open("rb") as stream:
                 stream.seek(first)
                 while left:
-                    size = stream.readinto(buffer[: min(left, _COPY_BYTES)])
-                    if not size:
-                        raise ConfigError(f"{file}: ended early")
-                    self._put(buffer[:size], place)
-                    left, place = left - size, place + size
+                    data = buffer[: min(left, _COPY_BYTES)]
+                    # Never less but at the end: the stream is buffered.
+                    if stream.readinto(data) < len(data):
+                        raise CheckpointError(f"{where}: the file ended early")
+                    if infinity is not None and _largest_bits(data, infinity) >= infinity:
+                        raise CheckpointError(f"{where}: not all values are finite; expected all")
+                    self._put(data, place)
+                    left, place = left - len(data), place + len(data)
         except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+            raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
 
     def finish(self) -> None:
         """Flush the file to disk and give it its name."""
@@ -117,3 +124,9 @@ class ShardWriter:
                 data, place = data[written:], place + written
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
+
+
+def _largest_bits(data: memoryview, infinity: int) -> int:
+    """Return the bits of the largest magnitude, of floats as wide as those with this infinity."""
+    kind = torch.int16 if infinity < 1 << 16 else torch.int32
+    return int(torch.frombuffer(data, dtype=kind).bitwise_and(torch.iinfo(kind).max).amax())

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.convert.modules import class_of
+from lean_laguna.core.drafter_config import is_drafter_config
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.core.model_config import config_path, read_config_json
+from lean_laguna.models.checkpoint import check_laguna
+from lean_laguna.models.drafter_checkpoint import check_drafter
 from lean_laguna.models.quantised_reader import QuantisedReader, open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
 from lean_laguna.quant.scheme import WeightScheme
@@ -41,8 +44,7 @@ class Source:
     @property
     def is_drafter(self) -> bool:
         """Whether this is a drafter, which has an embedding of no target's layers."""
-        words = " ".join(map(str, self.config.get("architectures") or ())).lower()
-        return "dflash" in words or "dspark" in words or "dflash_config" in self.config
+        return is_drafter_config(self.config)
 
     def other_modules(self) -> list[str]:
         """Modules with a weight that are no linears: norms, router, embeddings."""
@@ -79,6 +81,8 @@ def open_source(path: str | Path) -> Source:
             "finish the download first"
         )
     config = read_config_json(folder)
+    # Its result would be refused otherwise, hours later.
+    (check_drafter if is_drafter_config(config) else check_laguna)(folder)
     reader = open_checkpoint(folder, config, str(config_path(folder)))
     shapes: dict[str, tuple[int, int]] = {}
     quantised: dict[str, WeightScheme] = {}

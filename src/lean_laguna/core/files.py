@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,14 +78,18 @@ def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     """Parse JSON that others wrote; every way in which it can be unusable is a ``ValueError``.
+
+    Args:
+        text: The JSON.
+        make_object: Makes an object of its names and values, which may name one twice.
 
     Raises:
         ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a number too long to be one.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

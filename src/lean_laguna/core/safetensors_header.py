@@ -6,6 +6,7 @@ Source: the safetensors format: eight bytes of header length, a JSON header, the
 from __future__ import annotations
 
 import contextlib
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         Per tensor its entry: ``dtype``, ``shape`` and ``data_offsets``; the metadata is left out.
 
     Raises:
-        CheckpointError: The file is truncated, too long, or no safetensors file; names it and says which.
+        CheckpointError: The file is truncated, too long, or no safetensors file, or what it says of a tensor
+            cannot be; names file and tensor.
     """
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             raw = stream.read(length) if size >= 8 + length else b""
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from None
     if raw == b"" and _is_lfs_pointer(file, size):
         raise CheckpointError(
             f"{file}: only a Git LFS pointer, not the weights; run 'git lfs pull' in its folder"
@@ -44,26 +46,65 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file: {size} bytes, the header alone needs more"
         )
-    header: Any = None
-    with contextlib.suppress(ValueError):
-        header = parse_json(raw)
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
+    header = _parse(file, raw)
     header.pop("__metadata__", None)
-    try:
-        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-        sound = all(
-            isinstance(entry["shape"], list) and isinstance(entry["dtype"], str) for entry in header.values()
-        )
-    except (KeyError, TypeError, IndexError, ValueError):
-        ends, sound = [], False
-    if not sound:
-        raise CheckpointError(f"{file}: not a safetensors file: its header lacks shapes, types or offsets")
-    expected = 8 + length + max(ends, default=0)
+    for name, entry in header.items():
+        _check_entry(f"{file}: tensor '{name}'", entry)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != expected:
         state = "truncated" if size < expected else "longer than its header says"
         raise CheckpointError(f"{file}: {state}: found {size} bytes, expected {expected}")
+    _check_places(file, header)
     return header
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{file}: '{twice}' stands twice in its header")
+        return found
+
+    header: Any = None
+    with contextlib.suppress(ValueError):
+        header = parse_json(raw, unique)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
+    return header
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    """Refuse an entry of the header that has not the form it must have."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointError(f"{where}: the header lacks its shape, type or offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPE_BITS:
+        raise CheckpointError(f"{where} has the unknown type {kind!r}; known: {', '.join(DTYPE_BITS)}")
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{where} has shape {shape!r}; expected whole numbers from 0")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where} has data_offsets {offsets!r}; expected whole numbers, first and end")
+
+
+def _check_places(file: Path, header: dict[str, dict[str, Any]]) -> None:
+    """Refuse tensors that overlap, leave gaps, or take other bytes than their shape and type need."""
+    at = 0
+    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        first, end = entry["data_offsets"]
+        num_bits = prod(entry["shape"]) * DTYPE_BITS[entry["dtype"]]
+        if first != at or (end - first) * 8 != num_bits:
+            kind, expected = f"{entry['dtype']} of shape {entry['shape']}", f"{at} to {at + num_bits // 8}"
+            raise CheckpointError(
+                f"{file}: tensor '{name}', {kind}, does not fit its place in the file: "
+                f"bytes {first} to {end}, expected {expected}"
+            )
+        at = end
+
+
+def _are_sizes(given: Any) -> bool:
+    return isinstance(given, list) and all(type(number) is int and number >= 0 for number in given)
 
 
 def _is_lfs_pointer(file: Path, size: int) -> bool:

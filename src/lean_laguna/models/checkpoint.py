@@ -23,7 +23,7 @@ from lean_laguna.models.packed_parameters import materialise, pack_parameters
 from lean_laguna.models.quantised_reader import QuantisedReader, open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
 
-__all__ = ["CheckpointReader", "load_laguna", "load_target_config", "save_laguna"]
+__all__ = ["CheckpointReader", "check_laguna", "load_laguna", "load_target_config", "save_laguna"]
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _EMBEDDING = "embed_tokens.weight"
@@ -78,16 +78,8 @@ def load_laguna(
             the tensor, what was found and what was expected.
         ConfigError: A config field is wrong; names file, field, value found and values accepted.
     """
-    given, file = read_config_json(path), config_path(path)
-    reader = open_checkpoint(path, given, str(file))
-    stored = _canonical_names(reader)
-    _infer_gating(given, reader, stored)
-    config = _resolve_attention_factor(LagunaConfig.from_dict(given, str(file)), attention_factor, file)
-    with torch.device("meta"):
-        model = LagunaForCausalLM(config)
-    model.requires_grad_(False).eval()
-    loader = _Loader(reader, stored, model)
-    loader.check_names()
+    loader = _matched(path, attention_factor)
+    model, reader = loader.model, loader.reader
     model.to(dtype)
     packed = pack_parameters(loader.sources(), reader, device) if keep_packed else {}
     is_for_kernels = keep_packed and torch.device(device).type == "cuda"
@@ -99,6 +91,31 @@ def load_laguna(
         loader.fill(leave=packed)
     reader.close()
     return model
+
+
+def check_laguna(path: str | Path) -> None:
+    """Hold a target's config and the headers of its files against each other; no weight is read.
+
+    Raises:
+        CheckpointError: As for ``load_laguna``, as far as headers tell.
+        ConfigError: A config field is wrong.
+    """
+    _matched(path, None)
+
+
+def _matched(path: str | Path, attention_factor: float | None) -> _Loader:
+    """Return a target on the ``meta`` device and the tensors that belong into it."""
+    given, file = read_config_json(path), config_path(path)
+    reader = open_checkpoint(path, given, str(file))
+    stored = _canonical_names(reader)
+    _infer_gating(given, reader, stored)
+    config = _resolve_attention_factor(LagunaConfig.from_dict(given, str(file)), attention_factor, file)
+    with torch.device("meta"):
+        model = LagunaForCausalLM(config)
+    model.requires_grad_(False).eval()
+    loader = _Loader(reader, stored, model)
+    loader.check_names()
+    return loader
 
 
 class _Loader:

@@ -96,7 +96,24 @@ def read_drafter(
         CheckpointError: As for ``load_drafter``.
         ConfigError: A config value is wrong.
     """
-    folder = Path(path)
+    loader = _matched(Path(path))
+    loader.drafter.to(dtype).to_empty(device=device)
+    loader.fill()
+    return loader.drafter
+
+
+def check_drafter(path: str | Path) -> None:
+    """Hold a drafter's config and the headers of its files against each other; no weight is read.
+
+    Raises:
+        CheckpointError: As for ``load_drafter``, as far as headers tell.
+        ConfigError: A config value is wrong.
+    """
+    _matched(Path(path))
+
+
+def _matched(folder: Path) -> _Loader:
+    """Return a drafter on the ``meta`` device and the tensors that belong into it."""
     config = DFlashConfig.from_file(folder)
     with torch.device("meta"):
         drafter = make_drafter(config)
@@ -104,9 +121,7 @@ def read_drafter(
     reader = open_checkpoint(folder, read_config_json(folder), str(config_path(folder)))
     loader = _Loader(reader, drafter)
     loader.check()
-    drafter.to(dtype).to_empty(device=device)
-    loader.fill()
-    return drafter
+    return loader
 
 
 def make_drafter(config: DFlashConfig) -> DFlashDrafter:

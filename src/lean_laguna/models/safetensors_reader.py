@@ -117,6 +117,8 @@ class CheckpointReader:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: cannot be read as a weight index: {error!r}") from None
         for file in sorted(set(promised.values())):
+            if file.parent != self.path:
+                raise CheckpointError(f"{index}: names the file {file}; expected files of its own folder")
             if not file.exists():
                 count = sum(owner == file for owner in promised.values())
                 raise CheckpointError(f"{file}: shard not found; {_INDEX} says that it holds {count} tensors")

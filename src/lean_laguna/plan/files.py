@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.core.files import parse_json, sha256_file
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.core.safetensors_header import DTYPE_BITS, read_header
+from lean_laguna.core.safetensors_header import read_header
 from lean_laguna.plan.inventory import SchemeByName, plain_name
 from lean_laguna.plan.modules import Module, target_modules
 
@@ -35,12 +34,14 @@ class CheckpointFiles:
         shards: Its safetensors files, readable or not.
         header: Every tensor of those that can be read.
         problems: What is wrong, one line each; empty where the folder is whole.
+        unread: Files that are missing or damaged, whose tensors are not in ``header``.
     """
 
     folder: Path
     shards: tuple[Path, ...]
     header: Mapping[str, Entry]
     problems: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -62,23 +63,25 @@ def read_files(folder: Path) -> CheckpointFiles:
     problems += _gaps([shard.name for shard in shards])
     header: dict[str, Entry] = {}
     owner: dict[str, str] = {}
+    unread: list[str] = []
     for shard in shards:
         if not shard.exists():
             count = sum(name == shard.name for name in promised.values())
             problems.append(f"{shard.name}: missing; the index promises {count} tensors in it")
+            unread.append(shard.name)
             continue
         try:
             found = read_header(shard)
         except CheckpointError as error:
             problems.append(str(error).replace(f"{folder}/", ""))
+            unread.append(shard.name)
             continue
-        problems += _misplaced(shard.name, found)
         problems += [f"{shard.name}: '{n}' is also in {owner[n]}" for n in found if n in owner][:_LISTED]
         header |= found
         owner |= dict.fromkeys(found, shard.name)
     if promised:
-        problems += _disagreements(promised, owner, {shard.name for shard in shards if shard.exists()})
-    return CheckpointFiles(folder, tuple(shards), header, tuple(problems))
+        problems += _disagreements(promised, owner, {shard.name for shard in shards} - set(unread))
+    return CheckpointFiles(folder, tuple(shards), header, tuple(problems), tuple(unread))
 
 
 def missing_tensors(config: LagunaConfig, scheme_of: SchemeByName, header: Mapping[str, Entry]) -> list[str]:
@@ -160,7 +163,10 @@ def _index(folder: Path, problems: list[str]) -> dict[str, str]:
         return {}
     try:
         promised = parse_json(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in promised.items()}
+        outside = next((shard for shard in promised.values() if Path(str(shard)).name != shard), None)
+        if outside is not None:
+            problems.append(f"{INDEX}: names the file {outside!r}; expected files of its own folder")
+        return {str(name): str(shard) for name, shard in promised.items() if outside is None}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{INDEX}: cannot be read as a weight index: {error!r}")
         return {}
@@ -179,20 +185,6 @@ def _gaps(names: list[str]) -> list[str]:
             listed = ", ".join(map(str, lost[:_LISTED])) + (" ..." if len(lost) > _LISTED else "")
             problems.append(f"{stem}-*-of-{count:05}.safetensors: {len(lost)} of {count} missing: {listed}")
     return problems
-
-
-def _misplaced(shard: str, header: Mapping[str, Entry]) -> list[str]:
-    """Return tensors whose place in the file does not fit their shape, or the end of the one before."""
-    problems, end = [], 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-        first, last = entry["data_offsets"]
-        bits = DTYPE_BITS.get(entry["dtype"])
-        if bits is None:
-            problems.append(f"{shard}: '{name}' has the unknown type {entry['dtype']}")
-        elif first != end or (last - first) * 8 != prod(entry["shape"]) * bits:
-            problems.append(f"{shard}: '{name}' of shape {entry['shape']} does not fit its place in the file")
-        end = last
-    return problems[:_LISTED]
 
 
 def _disagreements(promised: Mapping[str, str], owner: Mapping[str, str], present: set[str]) -> list[str]:

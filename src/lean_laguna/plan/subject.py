@@ -80,7 +80,8 @@ def target_of(name: str) -> Target:
     given = read_config_json(folder)
     _refuse_drafter(given, str(folder))
     files = read_files(folder)
-    if not files.header:
+    if not files.header or files.unread:
+        # What its headers do not say, its config does.
         config, inventory = target_from_config(given, str(folder / "config.json"))
         return Target(name, config, inventory, files, "config")
     scheme_of = scheme_lookup(read_quantization(given, str(folder / "config.json")))

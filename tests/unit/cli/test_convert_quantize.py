@@ -123,3 +123,105 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+def _config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def _header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the entry of one tensor in a file's header."""
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    change(header["model.layers.0.self_attn.q_proj.weight"])
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+
+def _link_to_itself(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+
+
+def _change(**tensors: Any) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, **tensors)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors: truncated: found",
+    ),
+    "wrong offsets": (
+        lambda f: _header(f, lambda entry: entry["data_offsets"].reverse()),
+        "tensor 'model.layers.0.self_attn.q_proj.weight' has data_offsets",
+    ),
+    "wrong type": (
+        lambda f: _header(f, lambda entry: entry.update(dtype="bfloat16")),
+        "q_proj.weight' has the unknown type 'bfloat16'",
+    ),
+    "another shape": (
+        _change(model__layers__0__self_attn__q_proj__weight=torch.ones(3, 32, dtype=torch.bfloat16)),
+        "tensor 'model.layers.0.self_attn.q_proj.weight': found shape [3, 32], expected",
+    ),
+    "a tensor lost": (
+        _change(model__layers__1__mlp__experts__3__up_proj__weight=None),
+        "tensor 'model.layers.1.mlp.experts.3.up_proj.weight' is missing",
+    ),
+    "not a number, quantised": (
+        _change(
+            model__layers__1__mlp__experts__3__up_proj__weight=torch.full(
+                (16, 32), torch.nan, dtype=torch.bfloat16
+            )
+        ),
+        "tensor 'model.layers.1.mlp.experts.3.up_proj.weight': 512 or more values are not finite",
+    ),
+    "infinite, copied": (
+        _change(model__norm__weight=torch.full((32,), -torch.inf, dtype=torch.bfloat16)),
+        "tensor 'model.norm.weight': not all values are finite; expected all",
+    ),
+    "a link to itself": (
+        _link_to_itself,
+        "model.safetensors: cannot be read: Too many levels of symbolic links",
+    ),
+    "no kind of model": (lambda f: _config(f, model_type=None), "'model_type' must be 'laguna', found None"),
+    "another kind of model": (
+        lambda f: _config(f, architectures=["LlamaForCausalLM"]),
+        "'architectures' must be ['LagunaForCausalLM']",
+    ),
+    "fewer layers": (lambda f: _config(f, num_hidden_layers=3), "'layer_types' must be a list with"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_source_is_one_line_and_leaves_nothing(
+    damage: Callable[[Path], object], said: str, run: Run, tmp_path: Path
+) -> None:
+    folder = write_target(tmp_path / "source")
+    damage(folder)
+    status, out, err = run(tmp_path / "made", "--scheme", "nvfp4", of=folder)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"lean-laguna: error: {tmp_path}")
+    assert err.count("\n") == 1
+    assert said in err
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(run: Run) -> None:
+    status, out, err = run("/proc/made", "--scheme", "nvfp4")
+    assert (status, out) == (2, "")
+    assert err.startswith("lean-laguna: error: cannot write /proc/made: ")
+    assert err.count("\n") == 1
+
+
+def test_other_links_that_lead_nowhere_or_to_themselves_are_left_out(run: Run, tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "source")
+    (folder / "loop").symlink_to("loop")
+    (folder / "here").symlink_to(".")
+    (folder / "gone").symlink_to("nowhere")
+    assert run(tmp_path / "made", "--scheme", "nvfp4", of=folder)[0] == 0
+    assert sorted(file.name for file in (tmp_path / "made").iterdir()) == ["config.json", "model.safetensors"]

@@ -3,6 +3,8 @@ import json
 import pytest
 
 from lean_laguna.cli.main import main
+from support.engines import tiny_config
+from support.sparse_checkpoints import write_sparse_target
 
 SPARK = ["--shape", "laguna-xs-2.1", "--scheme", "nvfp4", "--drafter", "laguna-xs-2.1", "--card", "gb10"]
 
@@ -83,3 +85,21 @@ def test_an_fp8_cache_takes_half_but_for_the_drafters_pages(capsys):
     }
     assert "--kv-cache-dtype fp8" in found["fp8"]["flags"]
     assert "--kv-cache-dtype fp8" not in found["auto"]["flags"]
+
+
+def test_a_checkpoint_that_is_not_whole_is_planned_from_its_config_and_says_so(capsys, tmp_path):
+    config = tiny_config()
+    whole, damaged = (write_sparse_target(tmp_path / name, config, num_shards=3) for name in ("a", "b"))
+    shard = damaged / "model-00002-of-00003.safetensors"
+    with shard.open("r+b") as stream:
+        stream.truncate(shard.stat().st_size - 7)
+    weights = []
+    for folder in (whole, damaged):
+        assert main(["plan", str(folder), "--memory", "8GB", "--json"]) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        weights.append(found["lean_laguna"]["weights_bytes"])
+        assert ("is not whole" in err) == bool(found["problems"]) == (folder == damaged)
+    assert weights[0] == weights[1]
+    assert f"{damaged} is not whole: {shard.name}: truncated: found" in err
+    assert "; see 'lean-laguna inspect'" in " ".join(err.split())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lean_laguna.convert.shard_writer import ShardWriter
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.quant.scheme import TensorSpec
 
 
@@ -58,8 +58,30 @@ def test_a_discarded_file_leaves_nothing(tmp_path: Path) -> None:
 def test_a_source_that_ends_early_and_a_missing_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"123")
     writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((200,), "U8")})
-    with pytest.raises(ConfigError, match="short: ended early"):
+    with pytest.raises(CheckpointError, match="short: tensor 'x': the file ended early"):
         writer.copy("x", tmp_path / "short", 0)
     writer.discard()
     with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
         ShardWriter(tmp_path / "nowhere" / "new.safetensors", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)]
+)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_copied_value_that_is_not_finite_is_named(
+    kind: str, dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    values = torch.full((700_000,), torch.finfo(dtype).max, dtype=dtype)
+    source = tmp_path / "source"
+    for place, is_sound in ((None, True), (699_999, False)):
+        if place is not None:
+            values[place] = value
+        source.write_bytes(values.view(torch.uint8).numpy().tobytes())
+        writer = ShardWriter(tmp_path / "new.safetensors", {"x": TensorSpec((700_000,), kind)})
+        if is_sound:
+            writer.copy("x", source, 0)
+        else:
+            with pytest.raises(CheckpointError, match="source: tensor 'x': not all values are finite"):
+                writer.copy("x", source, 0)
+        writer.discard()

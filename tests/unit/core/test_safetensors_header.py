@@ -1,5 +1,7 @@
 """Headers without the values, held against the safetensors package."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -43,3 +45,55 @@ def test_what_is_no_whole_file_is_refused_by_name(content, said, tmp_path):
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{said}"):
         read_header(file)
+
+
+def entry(kind="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": kind, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ({"a": 3}, "lacks its shape, type or offsets"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "lacks its shape, type or offsets"),
+        ({"a": entry("bfloat16")}, "has the unknown type 'bfloat16'; known: BOOL"),
+        ({"a": entry(shape=(-2,))}, r"has shape \[-2\]; expected whole numbers from 0"),
+        ({"a": entry(shape=("2",))}, r"has shape \['2'\]"),
+        ({"a": entry(shape=(True,))}, r"has shape \[True\]"),
+        ({"a": entry(offsets=(8, 0))}, r"has data_offsets \[8, 0\]; expected whole"),
+        ({"a": entry(offsets=(0.0, 8))}, r"has data_offsets \[0.0, 8\]"),
+        ({"a": entry(offsets=("0", "8"))}, "has data_offsets"),
+        ({"a": entry(offsets=(8,))}, "has data_offsets"),
+        (
+            {"a": entry(shape=(3,))},
+            r"F32 of shape \[3\], does not fit its place .*: bytes 0 to 8, expected 0 to 12",
+        ),
+        ({"a": entry(), "b": entry(offsets=(4, 12))}, "b', .* bytes 4 to 12, expected 8 to 16"),
+        ({"a": entry(), "b": entry(offsets=(16, 24))}, "b', .* bytes 16 to 24, expected 8 to 16"),
+        ({"a": entry(), "b": entry()}, "b', .* bytes 0 to 8, expected 8 to 16"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_named(header, said, tmp_path):
+    file = tmp_path / "model.safetensors"
+    raw = json.dumps(header).encode()
+    ends = [given["data_offsets"] for given in header.values() if isinstance(given, dict) and len(given) == 3]
+    size = max((max(map(int, offsets)) for offsets in ends), default=0)
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(size))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '.*{said}"):
+        read_header(file)
+
+
+def test_a_name_that_stands_twice_in_a_header_is_named(tmp_path):
+    file = tmp_path / "model.safetensors"
+    once = json.dumps({"a": entry()})[1:-1]
+    raw = f"{{{once}, {once}}}".encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: 'a' stands twice in its header"):
+        read_header(file)
+
+
+def test_empty_tensors_and_scalars_fit(tmp_path):
+    save_file(
+        {"a": torch.zeros(0, 3), "b": torch.tensor(2.0), "c": torch.ones(2)}, tmp_path / "a.safetensors"
+    )
+    assert read_header(tmp_path / "a.safetensors").keys() == {"a", "b", "c"}

@@ -95,6 +95,22 @@ def test_each_kind_of_damage_is_named(damage, said, folder):
     assert not any(str(folder) in problem for problem in problems)
 
 
+@pytest.mark.parametrize("damage", [truncated, wrong_place, lambda f: shard(f, 2).unlink()])
+def test_what_follows_from_an_unread_file_is_not_told_too(damage, folder):
+    damage(folder)
+    files = read_files(folder)
+    assert len(files.problems) == len(files.unread) == 1
+    assert files.problems[0].startswith(files.unread[0])
+
+
+def test_an_index_that_leads_out_of_its_folder_is_named(folder):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
+    assert (
+        "names the file '../b.safetensors'; expected files of its own folder"
+        in read_files(folder).problems[0]
+    )
+
+
 def test_an_unfinished_download_in_the_cache_of_hugging_face_is_named(tmp_path):
     snapshot = write_sparse_target(tmp_path / "snapshots" / "abc", tiny_config())
     (tmp_path / "blobs").mkdir()
