@@ -2,9 +2,8 @@
 //
 // -D: as in experts_up.cu, with N the hidden size. A program owns 16 output columns and walks the live experts in
 // ascending id: no scatter, no atomic, and a token's sum has one order whichever experts other tokens chose.
-// BULK 1: an expert's 16 rows are a stage that comes by the copy engine, RING of them ahead; the shared expert's is the first.
-// The kernel before (experts_up) lets this one start once the routing tables are written, so the right weights
-// stream before the experts' activations are there.
+// It routes by itself: the kernel before (experts_up) lets this one start when the router's scores are there, so the
+// right weights stream before the experts' activations are.
 #include "packed.cuh"
 #include "routing.cuh"
 
@@ -12,47 +11,35 @@
 #define SHARED_PART (FS / WARPS)
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
-#define ROW_STRIDE ((F > FS ? F : FS) + 32)
-#define RING_SIZE (BULK ? RING * 16 * ROW_STRIDE : RING * WARPS * 256)
 
 KERNEL(WARPS * 32, PROGRAMS)
-experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 *weight, const u32 *scales,
+experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
              const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
-             const int *num_rows, float scaling, int tap_stride) {
+             const int *num_rows, float scaling, float softcap, int tap_stride) {
     using Own = Pair<FORMAT, F, WARPS>;
     using SharedOwn = Pair<FORMAT, FS, WARPS>;
     enum { STEPS = Own::STEPS, ITEMS = Own::ITEMS, COLUMNS = Own::COLUMNS, AHEAD = RING / (STEPS * ITEMS) };
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING_SIZE;
+    u16 *tokens = ring + RING * WARPS * 256;
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + WARPS * COLS * 32);
+    Contest &contest = *(Contest *)(&routing + 1);
+    u32 *words = (u32 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0)) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     stamp(STARTED);
-#if BULK
-    u64 *arrivals = (u64 *)(&routing + 1);
-    // The first warp asks for a stage, a row a lane.
-    auto ask = [&](int slot, const u16 *rows, int length) {
-        if (lane == 0) expect_bytes(arrivals + slot, 16 * length * 2);
-        __syncwarp();
-        if (lane < 16)
-            copy_bulk(ring + (slot * 16 + lane) * ROW_STRIDE, rows + (size_t)(blockIdx.x * 16 + lane) * length, length * 2,
-                      arrivals + slot);
-    };
-    if (thread == 0) {
-        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
-        show_arrivals();
-    }
-    __syncwarp();
-    if (warp == 0) ask(0, shared_weight, FS);
-#else
-    u32 *words = (u32 *)(&routing + 1) + threadIdx.x;
     const SharedOwn shared_own(shared_weight, shared_scales, blockIdx.x, warp, g, t);
+    const int live = min(load_fresh32(num_rows), COLS);
+#if COLS == 1
+    route_one(routing, contest, scores, thread < E ? bias[thread] : 0.0f, live > 0, softcap);
+#else
+    float own_bias[E / 32];
+#pragma unroll
+    for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
+    route(routing, scores, own_bias, live, softcap);
 #endif
-    for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
-        ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
-#if !BULK
+    stamp(ROUTED);
     uint4 shared_rows[SharedOwn::STEPS][2];
     u32 shared_words[SharedOwn::STEPS][2];
 #pragma unroll
@@ -62,14 +49,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
             shared_rows[j][half] = *(const uint4 *)shared_own.codes(j, half);
             shared_words[j][half] = FORMAT == PLAIN ? 0 : *shared_own.scales(j, half);
         }
-#endif
-    const int live = load_fresh32(num_rows);
-    __syncthreads();
     const int num_slots = routing.num_slots;
-#if BULK
-    for (int i = 0; i < min(RING - 1, num_slots) && warp == 0; i++)
-        ask(i + 1, weight + (size_t)routing.experts[i] * N * F, F);
-#else
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
@@ -84,12 +64,11 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
                                         own.scales(k, half));
                 }
         }
-#endif
     let_next_start();
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
-    const int rows = min(live, COLS);
+    const int rows = live;
     for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
         copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
     for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
@@ -105,56 +84,7 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
     stamp(PREPARED);
     const u16 *a_at = tokens + g * (A * STRIDE) + warp * PART + 8 * t;
     const u16 *a8_at = a_at + 8 * (A * STRIDE);
-    // Routed and shared sums of this warp's part: [COLS][32], routed columns first.
-    float *mine = sums + (warp * COLS + g) * 32 + 2 * t;
-    auto leave = [&](const float (&sum)[2][4], int at) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (g < COLS) *(float2 *)(mine + at + half * 8) = make_float2(sum[half][0], sum[half][1]);
-            if (COLS > 8) *(float2 *)(mine + 8 * 32 + at + half * 8) = make_float2(sum[half][2], sum[half][3]);
-        }
-    };
     float total[2][4] = {};
-#if BULK
-    for (int stage = 0, slot = 0, parity = 0; stage <= num_slots; stage++) {
-        const int expert = stage - 1, part = stage ? PART : SHARED_PART;
-        if (stage) {
-            // The slot of the stage before is free: all warps are here.
-            __syncthreads();
-            const int next = expert - 1 + RING;
-            if (warp == 0 && next < num_slots) ask(slot ? slot - 1 : RING - 1, weight + (size_t)routing.experts[next] * N * F, F);
-        }
-        const int rank = !stage || !has_low ? 0 : routing.rank[expert][g];
-        const int rank8 = !stage || !has_high ? 0 : routing.rank[expert][g + 8];
-        const bool takes = has_low && rank != NOT_CHOSEN, takes8 = has_high && rank8 != NOT_CHOSEN;
-        const u16 *a = stage ? a_at + (takes ? rank : 0) * STRIDE : shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t;
-        const u16 *a8 = stage ? a8_at + (takes8 ? rank8 : 0) * STRIDE : a + 8 * SHARED_STRIDE;
-        const u16 *w = ring + (slot * 16 + g) * ROW_STRIDE + warp * part + 8 * t;
-        const float by = stage && takes ? routing.slot_weights[expert][g] : 1.0f;
-        const float by8 = stage && takes8 ? routing.slot_weights[expert][g + 8] : 1.0f;
-        float even[2][4] = {}, odd[2][4] = {};
-        wait_for_bytes(arrivals + slot, parity);
-#pragma unroll 2
-        for (int k = 0; k < part; k += 32)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                multiply_block(even[half], odd[half], takes ? *(const uint4 *)(a + k) : zero,
-                               takes8 ? *(const uint4 *)(a8 + k) : zero, *(const uint4 *)(w + half * 8 * ROW_STRIDE + k));
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (takes) total[half][0] += (even[half][0] + odd[half][0]) * by, total[half][1] += (even[half][1] + odd[half][1]) * by;
-            if (takes8) total[half][2] += (even[half][2] + odd[half][2]) * by8, total[half][3] += (even[half][3] + odd[half][3]) * by8;
-        }
-        if (!stage) {
-            leave(total, 16);
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[0][i] = total[1][i] = 0.0f;
-        }
-        if (++slot == RING) slot = 0, parity ^= 1;
-    }
-    stamp(FIRST_DONE);
-    leave(total, 0);
-#else
     for (int first = 0; first < num_slots; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -209,6 +139,8 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
         }
     }
     stamp(FIRST_DONE);
+    // Routed and shared sums of this warp's part: [COLS][32], routed columns first.
+    float *mine = sums + (warp * COLS + g) * 32 + 2 * t;
     float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
     for (int k = 0; k < SharedOwn::STEPS; k++)
@@ -220,12 +152,16 @@ experts_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u16 
                                    shared_words[k], c);
         }
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) even[half][i] += odd[half][i];
-    leave(total, 0);
-    leave(even, 16);
-#endif
+    for (int half = 0; half < 2; half++) {
+        if (g < COLS) {
+            *(float2 *)(mine + half * 8) = make_float2(total[half][0], total[half][1]);
+            *(float2 *)(mine + 16 + half * 8) = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
+        }
+        if (COLS > 8) {
+            *(float2 *)(mine + 8 * 32 + half * 8) = make_float2(total[half][2], total[half][3]);
+            *(float2 *)(mine + 8 * 32 + 16 + half * 8) = make_float2(even[half][2] + odd[half][2], even[half][3] + odd[half][3]);
+        }
+    }
     __syncthreads();
     if (writes) {
         float routed = 0.0f, shared = 0.0f;

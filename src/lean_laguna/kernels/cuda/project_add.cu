@@ -1,8 +1,7 @@
 // Project and add to the residual: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS, FORMAT, TALL as in project.cu; WARPS that share a row; BULK 1: stages of STAGE columns of 16 rows come by
-// the copy engine, RING of them ahead, and each warp takes its part of each; otherwise RING steps of 32 columns of a
-// warp's part of K or, packed, 64; AHEAD blocks of 32 columns of x, several rows of it; they divide a warp's part of K.
+// -D: K, N, COLS, FORMAT, TALL as in project.cu; WARPS that share a row; RING steps of weights on their way, of 32
+// columns or, packed, 64; AHEAD blocks of 32 columns of x, several rows of it; they divide a warp's part of K.
 // One program owns 16 weight rows: the grid is N / 16. They are the 16 rows of the matrix instruction here, and tokens
 // its columns. Each warp takes its own part of K; x comes straight from L2, a lone row by way of shared memory.
 #include "packed.cuh"
@@ -11,22 +10,6 @@
 #define BLOCKS (PART / 32)
 #define STAGED (COLS == 1)
 #define HALVES (COLS > 8 ? 2 : 1)
-#if BULK
-#define TAKEN (STAGE / WARPS)
-#define ROW_STRIDE (STAGE + 32)
-#define RING_SIZE (RING * 16 * ROW_STRIDE)
-#else
-#define RING_SIZE (RING * Own::ITEMS * WARPS * 256)
-#endif
-
-// The columns of a warp's n-th block of 32.
-DEVICE int column_of(int warp, int n) {
-#if BULK
-    return n / (TAKEN / 32) * STAGE + warp * TAKEN + n % (TAKEN / 32) * 32;
-#else
-    return warp * PART + n * 32;
-#endif
-}
 
 // Chunk c of a step's columns: the first 8 rows, or the 8 below.
 template <int KIND> DEVICE uint4 chunk_of_rows(const uint4 (&w)[2], const u32 (&by)[2], int half, int c) {
@@ -38,36 +21,13 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
             const int *num_rows, int x_stride, int hidden_stride, int tap_stride) {
     using Own = Pair<FORMAT, K, WARPS>;
     EXTERN_SHARED(u16, ring);
-    float *sums = (float *)(ring + RING_SIZE);
+    float *sums = (float *)(ring + RING * Own::ITEMS * WARPS * 256);
     u16 *row = (u16 *)(sums + WARPS * COLS * 16);
+    u32 *words = (u32 *)(row + (STAGED ? K : 0)) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const Own own(weight, scales, blockIdx.x, warp, g, t);
     const uint4 zero = make_uint4(0, 0, 0, 0);
     stamp(STARTED);
-#if BULK
-    u64 *arrivals = (u64 *)(row + (STAGED ? K : 0));
-    // The first warp asks for a stage, a row a lane.
-    auto ask = [&](int slot, int stage) {
-        if (warp > 0 || stage >= K / STAGE) return;
-        if (lane == 0) expect_bytes(arrivals + slot, 16 * STAGE * 2);
-        __syncwarp();
-        if (lane < 16)
-            copy_bulk(ring + (slot * 16 + lane) * ROW_STRIDE, weight + (size_t)(blockIdx.x * 16 + lane) * K + stage * STAGE,
-                      STAGE * 2, arrivals + slot);
-    };
-    if (thread == 0) {
-        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
-        show_arrivals();
-    }
-    __syncthreads();
-    for (int slot = 0; slot < RING; slot++) ask(slot, slot);
-#ifdef L2_AHEAD
-    // The rest of a row, while the kernel ahead leaves memory alone.
-    if (RING < K / STAGE && warp == 0 && lane < 16)
-        prefetch_bulk(weight + (size_t)(blockIdx.x * 16 + lane) * K + RING * STAGE, (K - RING * STAGE) * 2);
-#endif
-#else
-    const Own own(weight, scales, blockIdx.x, warp, g, t);
-    u32 *words = (u32 *)(row + (STAGED ? K : 0)) + threadIdx.x;
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
@@ -78,21 +38,20 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
                                   own.scales(j, half), true);
         }
     }
-#endif
     const float by = FORMAT == FP4 ? *factor : 1.0f;
     const int live = load_fresh32(num_rows);
     let_next_start();
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
-    const u16 *x_at = x + (size_t)g * x_stride + 8 * t;
+    const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
     uint4 b[HALVES][AHEAD];
     u16 *own_row = row + warp * PART;
     if (STAGED) {
         uint4 piece[(PART + 255) / 256];
 #pragma unroll
         for (int k = 0; k < PART; k += 256)
-            if (k + lane * 8 < PART) piece[k / 256] = load_fresh(x + column_of(warp, k / 32 + lane / 4) + lane % 4 * 8);
+            if (k + lane * 8 < PART) piece[k / 256] = load_fresh(x + warp * PART + k + lane * 8);
 #pragma unroll
         for (int k = 0; k < PART; k += 256)
             if (k + lane * 8 < PART) *(uint4 *)(own_row + k + lane * 8) = piece[k / 256];
@@ -102,7 +61,7 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
         for (int j = 0; j < AHEAD; j++)
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
-                b[h][j] = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride + column_of(warp, j)) : zero;
+                b[h][j] = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride + j * 32) : zero;
     }
     const int token = thread / 16, n = blockIdx.x * 16 + thread % 16;
     const bool writes = token < live && token < COLS;
@@ -110,22 +69,13 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
     const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
     stamp(PREPARED);
     float even[HALVES][4] = {}, odd[HALVES][4] = {};
-#if BULK
-    int slot = 0, parity = 0;
-#else
     int j = 0;
-#endif
     for (int first = 0; first < BLOCKS; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i += Own::COLUMNS) {
             const int k = first + i, step = k / Own::COLUMNS;
             uint4 w[2];
-            u32 word[2] = {0, 0};
-#if BULK
-            if (k % (TAKEN / 32) == 0) wait_for_bytes(arrivals + slot, parity);
-            const u16 *at = ring + (slot * 16 + g) * ROW_STRIDE + warp * TAKEN + k % (TAKEN / 32) * 32 + 8 * t;
-            w[0] = *(const uint4 *)at, w[1] = *(const uint4 *)(at + 8 * ROW_STRIDE);
-#else
+            u32 word[2];
             wait_for_stream<Own::ITEMS * (RING - 1)>();
 #pragma unroll
             for (int half = 0; half < Own::ITEMS; half++) {
@@ -133,7 +83,6 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
                 w[half] = *(const uint4 *)(slot + item * WARPS * 256);
                 word[half] = FORMAT == PLAIN ? 0 : words[item * WARPS * 32];
             }
-#endif
 #pragma unroll
             for (int c = 0; c < Own::COLUMNS; c++) {
                 const uint4 w0 = chunk_of_rows<FORMAT>(w, word, 0, c), w8 = chunk_of_rows<FORMAT>(w, word, 1, c);
@@ -143,16 +92,6 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
                     multiply_block(even[h], odd[h], w0, w8, b[h][i + c]);
                 }
             }
-#if BULK
-            if (k % (TAKEN / 32) == TAKEN / 32 - 1) {
-                const int stage = k / (TAKEN / 32) + RING;
-                if (stage < K / STAGE) {
-                    __syncthreads();
-                    ask(slot, stage);
-                }
-                if (++slot == RING) slot = 0, parity ^= 1;
-            }
-#else
 #pragma unroll
             for (int half = 0; half < Own::ITEMS; half++) {
                 const int item = j * Own::ITEMS + half;
@@ -160,8 +99,6 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
                                       own.codes(step + RING, half), own.scales(step + RING, half),
                                       step + RING < Own::STEPS);
             }
-            j = j + 1 == RING ? 0 : j + 1;
-#endif
             if (!STAGED)
 #pragma unroll
                 for (int c = 0; c < Own::COLUMNS; c++)
@@ -169,8 +106,9 @@ project_add(const u16 *x, const u16 *weight, const u32 *scales, const float *fac
 #pragma unroll
                         for (int h = 0; h < HALVES; h++)
                             b[h][i + c] = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride +
-                                                                        column_of(warp, k + c + AHEAD))
+                                                                        (k + c + AHEAD) * 32)
                                                            : zero;
+            j = j + 1 == RING ? 0 : j + 1;
         }
     }
 #pragma unroll
