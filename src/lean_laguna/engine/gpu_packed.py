@@ -69,7 +69,8 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
     order: Order = "pairs" if pairs and weight.scheme.num_bits == 4 else "lanes"
     rows, columns = weight.shape[-2:]
     has_more = weight.zero_points is not None or weight.column_groups is not None
-    if weight.order == order or has_more or not fits(kind, order, rows, columns):
+    is_even = all(height % 8 == 0 for height in weight.heights)
+    if weight.order == order or has_more or not is_even or not fits(kind, order, rows, columns):
         return weight
     scales = weight.scales
     if weight.scheme.number != "fp4":

@@ -1,9 +1,9 @@
 """Orders of codes in memory: rows as checkpoints have them, and as the lanes of a GPU's warp take them.
 
-A lane multiplies eight columns at a time, every fourth eight of a row; in lane order the codes of 16 bytes
-are all of one lane. ``lanes``: in each row, blocks of 128 columns of 4 bits or 64 of 8. ``pairs``, 4 bits
-only: 16 rows together, as eight warps take eight parts of K; a lane's 16 bytes are 16 columns of a row and of
-the row eight below.
+A warp multiplies an eighth of K, its lane eight columns of a row at a time, every fourth eight. ``lanes``: 8
+rows together; there an eighth of K after the other; there items of 128 columns of 4 bits or 64 of 8; there 16
+bytes of a row for each lane. ``pairs``, 4 bits only: 16 rows together, an item is 64 columns, and a lane's 16
+bytes are of a row and of the row eight below.
 
 The bits of four bytes lie so that few shifts and masks leave elements 2i and 2i + 1 in the halves of a word:
 integers in place e / 2 + (e % 2) * n / 2 of n codes, floats with sign, exponent and mantissa where bfloat16
@@ -26,8 +26,8 @@ PIECE_BYTES = 1 << 24
 """Codes reordered at a time: temporary memory stays small beside a bank of experts."""
 _FP4 = ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (10, 11, 12, 3))
 _FP8 = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
-"""Bits of each pair's codes in their half of a word, mantissa first; ``fp4``'s last pair has them but the sign in
-the other half."""
+"""Bits of each pair's codes in their half of a word, mantissa first; those of ``fp4``'s last pair are in the
+other half, but for the sign."""
 
 
 def bits_of(kind: Kind) -> int:
@@ -40,7 +40,7 @@ def fits(kind: Kind, order: Order, rows: int, columns: int) -> bool:
     is_small = bits_of(kind) == 4
     if order == "pairs":
         return is_small and rows % 16 == 0 and columns % 512 == 0
-    return order == "rows" or columns % (128 if is_small else 64) == 0
+    return order == "rows" or (rows % 8 == 0 and columns % (1024 if is_small else 512) == 0)
 
 
 def reordered(codes: Tensor, kind: Kind, order: Order) -> Tensor:
@@ -51,7 +51,8 @@ def reordered(codes: Tensor, kind: Kind, order: Order) -> Tensor:
     rows, width = words.shape
     if order == "lanes":
         groups = 4 if bits_of(kind) == 4 else 2
-        turned = words.view(rows, -1, groups, 4, 4 // groups).transpose(2, 3)
+        parts = words.view(-1, 8, WARPS, width // (WARPS * 16), groups, 4, 4 // groups)
+        turned = parts.permute(0, 2, 3, 1, 5, 4, 6)
     else:
         parts = words.view(-1, 2, 8, WARPS, width // (WARPS * 8), 2, 4)
         turned = parts.permute(0, 3, 4, 2, 6, 1, 5)
@@ -66,7 +67,8 @@ def restored(codes: Tensor, kind: Kind, order: Order) -> Tensor:
     rows, width = words.shape
     if order == "lanes":
         groups = 4 if bits_of(kind) == 4 else 2
-        turned = words.view(rows, -1, 4, groups, 4 // groups).transpose(2, 3)
+        parts = words.view(-1, WARPS, width // (WARPS * 16), 8, 4, groups, 4 // groups)
+        turned = parts.permute(0, 3, 1, 2, 5, 4, 6)
     else:
         parts = words.view(-1, WARPS, width // (WARPS * 8), 8, 4, 2, 2)
         turned = parts.permute(0, 5, 3, 1, 2, 6, 4)

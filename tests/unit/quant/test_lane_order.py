@@ -57,23 +57,25 @@ def test_a_lane_finds_its_columns_in_its_bytes(kind, order):
         for column in range(0, COLUMNS, 37):
             wanted = natural(codes, bits, row * codes.shape[1] + column * bits // 8 // 4 * 4, column % step)
             lane, eight = column // 8 % 4, column // 32
+            warp, eight = divmod(eight, COLUMNS // 256)
             if order == "pairs":
-                warp, eight = divmod(eight, COLUMNS // 256)
                 item = (row // 16 * 8 + warp) * (COLUMNS // 512) + eight // 2
                 byte = ((item * 8 + row % 8) * 4 + lane) * 16 + (row % 16 // 8) * 8 + eight % 2 * 4
             else:
-                chunks, size = (4, 4) if bits == 4 else (2, 8)
-                byte = row * codes.shape[1] + (eight // chunks * 4 + lane) * 16 + eight % chunks * size
+                chunks = 4 if bits == 4 else 2
+                item = (row // 8 * 8 + warp) * (COLUMNS // 256 // chunks) + eight // chunks
+                byte = ((item * 8 + row % 8) * 4 + lane) * 16 + eight % chunks * (16 // chunks)
                 byte += column % 8 // step * 4
             assert placed(found, kind, byte, column % step) == wanted, (row, column)
 
 
 def test_only_whole_blocks_fit():
-    assert fits("fp4", "lanes", 3, 256)
-    assert not fits("fp4", "lanes", 3, 192)
-    assert fits("fp8", "lanes", 3, 192)
+    assert fits("fp4", "lanes", 8, 1024)
+    assert not fits("int4", "lanes", 8, 512)
+    assert not fits("fp8", "lanes", 12, 512)
+    assert fits("int8", "lanes", 8, 512)
     assert fits("int4", "pairs", 16, 512)
-    assert not fits("int4", "pairs", 24, 512)
+    assert not fits("fp4", "pairs", 24, 512)
     assert not fits("int8", "pairs", 16, 512)
 
 

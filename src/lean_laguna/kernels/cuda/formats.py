@@ -26,18 +26,22 @@ def code_of(weight: Weight | None) -> int:
     return CODES[weight.kind] if isinstance(weight, Packed) else CODES["plain"]
 
 
+def is_small(weight: Packed) -> bool:
+    """Say whether two codes share a byte."""
+    return weight.kind in ("fp4", "int4")
+
+
 def fits(weight: Weight, *, pairs: bool = False) -> bool:
     """Say whether the kernels take a weight; ``pairs``: as a product that adds to the residual stream."""
     if not isinstance(weight, Packed):
         return True
-    is_small = weight.kind in ("fp4", "int4")
-    order = "pairs" if pairs and is_small else "lanes"
+    order = "pairs" if pairs and is_small(weight) else "lanes"
     if weight.order != order or weight.zeros is not None or weight.columns is not None:
         return False
     columns = weight.shape[-1]
     if weight.kind == "fp4":
         return weight.wide == 16
-    wide = 64 if not is_small or pairs else 128
+    wide = 64 if not is_small(weight) or pairs else 128
     if weight.wide % wide and weight.wide != columns:
         return False
     return weight.scales.dtype == torch.bfloat16
@@ -81,7 +85,10 @@ def _words(weight: Packed, tall: int, pairs: bool) -> Tensor:
     if weight.kind == "int4" and pairs:
         parts = values.view(-1, 2, 8, _WARPS, values.shape[1] // _WARPS).permute(0, 3, 4, 2, 1)
         return parts.flatten().view(torch.int32)
-    return torch.stack((values, values), -1).flatten().view(torch.int32)
+    both = torch.stack((values, values), -1).flatten(1).view(torch.int32)
+    if weight.kind == "fp8" and tall:
+        return both.flatten()
+    return both.view(-1, 8, _WARPS, both.shape[1] // _WARPS).permute(0, 2, 3, 1).flatten()
 
 
 def _fp4_words(scales: Tensor, columns: int, pairs: bool) -> Tensor:
@@ -91,7 +98,8 @@ def _fp4_words(scales: Tensor, columns: int, pairs: bool) -> Tensor:
     if pairs:
         parts = coded.view(-1, 2, 8, _WARPS, columns // 512, 2, 2)
         return parts.permute(0, 3, 4, 2, 6, 1, 5).flatten().view(torch.int32)
-    return coded.view(-1, columns // 128, 4, 2).transpose(2, 3).flatten().view(torch.int32)
+    parts = coded.view(-1, 8, _WARPS, columns // 1024, 4, 2)
+    return parts.permute(0, 2, 3, 1, 5, 4).flatten().view(torch.int32)
 
 
 def unit_factors(weight: Weight) -> Tensor | None:

@@ -85,6 +85,140 @@ template <int KIND> DEVICE uint4 decoded(uint4 slot, u32 scales, int chunk) {
 #ifndef TALL
 #define TALL 0
 #endif
+DEVICE constexpr bool is_tall(int format) { return format == FP8 && TALL > 0; }
+
+// Weights lie by 8 rows, and there by the parts of K that warps take and by items: what a warp's lanes multiply at once,
+// 16 bytes each (`lane_order.py`). Words of scales lie alike.
+template <int KIND, int LENGTH, int PARTS> struct Rows8 {
+    enum {
+        CHUNKS = chunks_of(KIND),
+        ITEMS = LENGTH / PARTS / 32 / CHUNKS,
+        CODES = LENGTH * bits_of(KIND),  // bytes of 8 rows
+        WORDS = is_tall(KIND) ? LENGTH / 16 : KIND == INT4 ? LENGTH / 4 : LENGTH / 2
+    };
+    // Bytes from the start of the scales to those of block `i` of 8 rows.
+    static DEVICE_METHOD size_t scales_at(size_t i) { return (is_tall(KIND) ? i >> (TALL > 3 ? TALL - 3 : 0) : i) * WORDS; }
+    // A lane's word of an item counted through all warps.
+    static DEVICE_METHOD int word_at(int item, int g, int t) {
+        return KIND == FP4 ? (item * 8 + g) * 2 + (t >> 1) : is_tall(KIND) ? item : item * 8 + g;
+    }
+};
+
+// Two blocks of 8 rows, the 16 rows of the matrix instruction, in a slot of shared memory that the copy engine fills.
+template <int KIND, int LENGTH, int PARTS> struct Unit {
+    using Own = Rows8<KIND, LENGTH, PARTS>;
+    enum { BYTES = 2 * (Own::CODES + Own::WORDS) };
+    // By one thread.
+    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t first, size_t second, u64 *arrival) {
+        expect_bytes(arrival, BYTES);
+        copy_bulk(slot, codes + first * Own::CODES, Own::CODES, arrival);
+        copy_bulk(slot + Own::CODES, codes + second * Own::CODES, Own::CODES, arrival);
+        slot += 2 * Own::CODES;
+        copy_bulk(slot, scales + Own::scales_at(first), Own::WORDS, arrival);
+        copy_bulk(slot + Own::WORDS, scales + Own::scales_at(second), Own::WORDS, arrival);
+    }
+    // Multiply this warp's part. `tokens` is this lane's place in the row of its token, `stride` from a row to the next.
+    template <int HALVES>
+    static DEVICE_METHOD void multiply(float (&even)[HALVES][4], float (&odd)[HALVES][4], const u8 *slot,
+                                       const u16 *tokens, int stride, int live) {
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < Own::ITEMS; i++) {
+            const int item = warp * Own::ITEMS + i;
+            const uint4 w = *(const uint4 *)(slot + item * 512 + lane * 16);
+            const uint4 w8 = *(const uint4 *)(slot + Own::CODES + item * 512 + lane * 16);
+            const u32 *words = (const u32 *)(slot + 2 * Own::CODES) + Own::word_at(item, g, t);
+            const u32 by = words[0], by8 = words[Own::WORDS / 4];
+#pragma unroll
+            for (int c = 0; c < Own::CHUNKS; c++) {
+                const uint4 a = decoded<KIND>(w, by, c), a8 = decoded<KIND>(w8, by8, c);
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) {
+                    const uint4 b = g + 8 * h < live ? *(const uint4 *)(tokens + 8 * h * stride + (i * Own::CHUNKS + c) * 32)
+                                                     : zero;
+                    multiply_block(even[h], odd[h], a, a8, b);
+                }
+            }
+        }
+    }
+};
+
+// 16 rows of one warp's part of K, as products that add to the residual take them: 4 bits by 16 rows, 8 bits by 8.
+// A step is 64 columns of all 16 rows; BYTES and WORDS are those of STEPS steps.
+template <int KIND, int LENGTH, int PARTS, int STEPS> struct Pair16 {
+    enum {
+        IS_SMALL = bits_of(KIND) == 4,
+        ITEMS = IS_SMALL ? 1 : 2,
+        ALL_STEPS = LENGTH / PARTS / 64,
+        STEP_WORDS = KIND == FP4 ? 64 : KIND == INT4 || !is_tall(KIND) ? 32 : 4,  // bytes an item
+        WORDS = is_tall(KIND) ? LENGTH / 16 : ITEMS * STEPS * STEP_WORDS,
+        BYTES = ITEMS * STEPS * 512 + WORDS
+    };
+    // By one lane: steps `first` on of a pair of blocks counted through a bank.
+    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t pair, int warp, int first, u64 *arrival) {
+        expect_bytes(arrival, BYTES);
+#pragma unroll
+        for (int half = 0; half < ITEMS; half++) {
+            const size_t at = ((pair * ITEMS + half) * PARTS + warp) * ALL_STEPS + first;
+            copy_bulk(slot + half * STEPS * 512, codes + at * 512, STEPS * 512, arrival);
+            if (!is_tall(KIND))
+                copy_bulk(slot + ITEMS * STEPS * 512 + half * STEPS * STEP_WORDS, scales + at * STEP_WORDS,
+                          STEPS * STEP_WORDS, arrival);
+        }
+        if (is_tall(KIND))
+            copy_bulk(slot + ITEMS * STEPS * 512, scales + (pair >> (TALL > 4 ? TALL - 4 : 0)) * WORDS, WORDS, arrival);
+    }
+    // Items of a step, and their words of scales.
+    static DEVICE_METHOD void take(uint4 (&w)[2], u32 (&by)[2], const u8 *slot, int step, int first, int warp, int lane) {
+        const int g = lane >> 2, t = lane & 3;
+        const u32 *words = (const u32 *)(slot + ITEMS * STEPS * 512);
+#pragma unroll
+        for (int half = 0; half < ITEMS; half++) {
+            const int at = half * STEPS + step;
+            w[half] = *(const uint4 *)(slot + at * 512 + lane * 16);
+            by[half] = is_tall(KIND) ? words[warp * ALL_STEPS + first + step]
+                                     : words[at * (STEP_WORDS / 4) + (KIND == FP4 ? g * 2 + (t >> 1) : g)];
+        }
+    }
+    // Chunk c of a step's columns: the first 8 rows, or the 8 below.
+    static DEVICE_METHOD uint4 chunk(const uint4 (&w)[2], const u32 (&by)[2], int half, int c) {
+        return IS_SMALL ? decoded<KIND>(w[0], by[0], 2 * half + c) : decoded<KIND>(w[IS_SMALL ? 0 : half], by[IS_SMALL ? 0 : half], c);
+    }
+};
+
+// A warp's sums of 16 weight rows and COLS tokens; tokens apart, so that lanes write to several banks.
+#define SUM_STRIDE 18
+template <int TOKENS, int HALVES>
+DEVICE void leave_sums(float *to, const float (&even)[HALVES][4], const float (&odd)[HALVES][4]) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = 8 * h + 2 * t + (i & 1);
+            if (token < TOKENS) to[token * SUM_STRIDE + g + (i < 2 ? 0 : 8)] = even[h][i] + odd[h][i];
+        }
+}
+// RMSNorm of several rows, each by one warp, where they stay.
+template <int LENGTH, int PARTS>
+DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, int live, float eps, int x_stride) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    for (int i = thread; i < live * (LENGTH / 8); i += PARTS * 32)
+        copy_async(tokens + i / (LENGTH / 8) * (LENGTH + 8) + i % (LENGTH / 8) * 8,
+                   x + (size_t)(i / (LENGTH / 8)) * x_stride + i % (LENGTH / 8) * 8, true);
+    wait_for_copies();
+    __syncthreads();
+    for (int row = warp; row < live; row += PARTS) {
+        u16 *own = tokens + row * (LENGTH + 8);
+        float squares = 0.0f;
+        for (int k = lane * 8; k < LENGTH; k += 256) squares += squares_of(*(const uint4 *)(own + k));
+        const float inverse = rsqrtf(sum_over_warp(squares) / LENGTH + eps);
+        for (int k = lane * 8; k < LENGTH; k += 256)
+            *(uint4 *)(own + k) = scaled(*(const uint4 *)(own + k), inverse, *(const uint4 *)(scale + k));
+    }
+    __syncthreads();
+}
 
 #ifdef EMULATED
 DEVICE void stream_word(u32 *to, const u32 *from) { *to = *from; }

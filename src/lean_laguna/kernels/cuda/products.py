@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lean_laguna.kernels.cuda import packed_products
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
 from lean_laguna.kernels.cuda.formats import (
@@ -21,6 +22,7 @@ from lean_laguna.kernels.cuda.formats import (
     unit_factors,
 )
 from lean_laguna.kernels.cuda.launching import launch_kernel
+from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import Launch
@@ -113,6 +115,8 @@ def _num_programs(x: Tensor, launch: Launch) -> int:
 
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
     """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
+    if isinstance(weight, Packed):
+        return packed_products.fits_project(weight, gated=gated)
     n, k = weight.shape
     return k % (THREADS * _chunks(weight)) == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight)
 
@@ -146,6 +150,9 @@ def project(
         rows: Use only this many of the weight's rows, 0 for all.
         ahead: What a later kernel reads, asked for into L2, or None.
     """
+    if isinstance(weight, Packed):
+        packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
+        return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
     is_bulk, grid = _is_bulk(weight), min(units, _num_programs(x, launch))
@@ -181,6 +188,8 @@ def project(
 
 def fits_project_add(weight: Weight) -> bool:
     """Say whether ``project_add`` takes a weight [N, K]."""
+    if isinstance(weight, Packed):
+        return packed_products.fits_project_add(weight)
     part = THREADS if isinstance(weight, Tensor) else 2 * THREADS
     return weight.shape[1] % part == 0 and weight.shape[0] % 16 == 0 and fits(weight, pairs=True)
 
@@ -198,6 +207,9 @@ def project_add(
         launch: What the launches of a step share.
         tap: [MAX_ROWS, N], any row stride: a second copy of the result, or None.
     """
+    if isinstance(weight, Packed):
+        packed_products.project_add(x, weight, hidden, num_rows, launch, tap)
+        return
     n, k = weight.shape
     blocks, is_lone = k // THREADS, launch.cols == 1
     chunks, tall = _chunks(weight), tall_log(weight)
@@ -231,25 +243,19 @@ def project_add(
     launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
 
 
-def _is_packed(weight: Weight) -> bool:
-    return isinstance(weight, Packed)
+def _has_packed(mlp: SparseWeights) -> bool:
+    weights = (mlp.gate_up, mlp.down, mlp.shared_down, mlp.shared_gate_up)
+    return any(isinstance(weight, Packed) for weight in weights)
 
 
 def fits_experts(mlp: SparseWeights) -> bool:
     """Say whether ``run_experts`` takes a MoE block."""
     experts, n, f = mlp.down.shape
     fs = mlp.shared_down.shape[1]
-    weights = [mlp.gate_up, mlp.down, mlp.shared_down]
-    shared = mlp.shared_gate_up if mlp.shared_gate_up is not None else mlp.router_gate_up
-    if len({code_of(weight) for weight in (*weights, shared)}) > 1 or f % (
-        2 * THREADS * _is_packed(mlp.down) or 1
-    ):
+    if _has_packed(mlp) and not packed_products.fits_experts(mlp):
         return False
     return (
-        all(fits(weight, pairs=pairs) for weight, pairs in zip(weights, (False, True, True), strict=True))
-        and fits(shared)
-        and mlp.gate_up.shape[2] % (THREADS * _chunks(mlp.gate_up)) == 0
-        and fs % (2 * THREADS * _is_packed(mlp.down) or 1) == 0
+        mlp.gate_up.shape[2] % THREADS == 0
         and experts % 32 == 0
         and experts <= MAX_EXPERTS
         and n % THREADS == 0
@@ -258,17 +264,6 @@ def fits_experts(mlp: SparseWeights) -> bool:
         and fs in (THREADS, 2 * THREADS, 4 * THREADS)
         and fits_project(mlp.router_gate_up)
     )
-
-
-def _routing_bytes(num_experts: int, top_k: int, cols: int) -> int:
-    """Return an upper bound of ``struct Routing``'s size."""
-    slots = min(num_experts, cols * top_k)
-    return 96 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 + 64
-
-
-def _contest_bytes(num_experts: int, top_k: int, cols: int) -> int:
-    """Return an upper bound of ``struct Contest``'s size, which only a lone row needs."""
-    return num_experts * 8 + num_experts // 32 * min(top_k, 32) * 5 + 32 if cols == 1 else 0
 
 
 def run_experts(
@@ -306,6 +301,11 @@ def run_experts(
     ahead = None if following is None else _beyond_ring(following, hidden, launch)
     router = mlp.router_gate_up
     project(hidden, mlp.norm, router, scores, num_rows, eps, launch, normed=normed, rows=experts, ahead=ahead)
+    if _has_packed(mlp):
+        packed_products.run_experts(
+            mlp, hidden, scores, normed, shared_act, routing, tables, num_rows, launch, tap
+        )
+        return
     shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
     factors = expert_factors(mlp)
@@ -321,7 +321,7 @@ def run_experts(
         "NORM_TOPK": mlp.norm_topk,
         "FORMAT": code_of(mlp.gate_up),
     }
-    table_bytes = _routing_bytes(experts, mlp.top_k, cols)
+    table_bytes = routing_bytes(experts, mlp.top_k, cols)
     ring, ring_bytes = _unit_ring(mlp.gate_up)
     programs = LONE_PROGRAMS if cols == 1 else 2
     up = Source.of(
@@ -345,7 +345,7 @@ def run_experts(
         + cols * (d + 8) * 2
         + 2 * WARPS * cols * 8 * 4
         + table_bytes
-        + _contest_bytes(experts, mlp.top_k, cols),
+        + contest_bytes(experts, mlp.top_k, cols),
         (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
         launch,
     )

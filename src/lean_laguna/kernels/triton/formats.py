@@ -186,16 +186,15 @@ def _ordered_codes(
     first = start + tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
     k = first + tl.arange(0, BLOCK_K // CODES)[None, None, :] * CODES
     row = rows[None, :, None]
-    chunk = k // 8
+    PART: tl.constexpr = K // 8
+    own = k % PART
     if FORMAT[5] == "pairs":
-        PART: tl.constexpr = K // 8
-        own = k % PART
         at = (row // 16 * 8 + k // PART) * (PART // 64) + own // 64
-        at = (at * 32 + row % 8 * 4 + chunk % 4) * 4 + row // 8 % 2 * 2 + own // 32 % 2
-    elif IS_SMALL:
-        at = row * (K // 8) + (chunk // 16 * 16 + chunk % 4 * 4 + chunk // 4 % 4)
+        at = (at * 32 + row % 8 * 4 + k // 8 % 4) * 4 + row // 8 % 2 * 2 + own // 32 % 2
     else:
-        at = row * (K // 4) + (chunk // 8 * 16 + chunk % 4 * 4 + chunk // 4 % 2 * 2 + k // 4 % 2)
+        WIDE: tl.constexpr = 128 if IS_SMALL else 64
+        at = (row // 8 * 8 + k // PART) * (PART // WIDE) + own // WIDE
+        at = (at * 32 + row % 8 * 4 + k // 8 % 4) * 4 + own % WIDE // 32 * (8 // CODES) + k % 8 // CODES
     word = tl.load(words + at) if EVEN else tl.load(words + at, mask=k < K, other=0)
     e = tl.arange(0, CODES)[None, None, None, :]
     code = _placed_code(word[:, :, :, None], e // 2, e % 2 * 16, FORMAT)

@@ -1,0 +1,146 @@
+// experts_down.cu with packed weights: down of the chosen experts, their weighted sum, the shared expert's down and the
+// residual, in one store.
+//
+// -D: E, A, N, F, FS, WARPS, COLS, PROGRAMS as in experts_down.cu; FORMAT and TALL of packed.cuh; PLACES experts on their
+// way. A program owns 16 output columns, which are the 16 rows of the matrix instruction, and walks the live experts in
+// ascending id; each warp takes its own part of F and asks for its own weights.
+#include "packed.cuh"
+#include "routing.cuh"
+
+#define PART (F / WARPS)
+#define SHARED_PART (FS / WARPS)
+#define STRIDE (F + 8)
+#define SHARED_STRIDE (FS + 8)
+#define HALVES (COLS > 8 ? 2 : 1)
+
+KERNEL(WARPS * 32, PROGRAMS)
+packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *weight, const u8 *scales,
+            const u8 *shared_weight, const u8 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
+            const int *num_rows, float scaling, int tap_stride) {
+    enum { STEPS = PART / 64, SHARED_STEPS = SHARED_PART / 64 };
+    using Own = Pair16<FORMAT, F, WARPS, STEPS>;
+    using SharedOwn = Pair16<FORMAT, FS, WARPS, SHARED_STEPS>;
+    EXTERN_SHARED(u8, slots);
+    u16 *tokens = (u16 *)(slots + WARPS * (PLACES * Own::BYTES + SharedOwn::BYTES));
+    u16 *shared_tokens = tokens + COLS * A * STRIDE;
+    float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
+    Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * SUM_STRIDE);
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    u64 *arrivals = (u64 *)(&routing + 1) + warp * (PLACES + 1);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+
+    stamp(STARTED);
+    u8 *own_slots = slots + warp * (PLACES * Own::BYTES + SharedOwn::BYTES), *shared_slot = own_slots + PLACES * Own::BYTES;
+    for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
+        ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
+    if (lane == 0) {
+        for (int slot = 0; slot <= PLACES; slot++) init_arrival(arrivals + slot);
+        show_arrivals();
+        SharedOwn::ask(shared_slot, shared_weight, shared_scales, blockIdx.x, warp, 0, arrivals + PLACES);
+    }
+    const int live = load_fresh32(num_rows);
+    __syncthreads();
+    const int num_slots = routing.num_slots;
+    auto ask = [&](int expert) {
+        if (expert < num_slots)
+            Own::ask(own_slots + expert % PLACES * Own::BYTES, weight, scales,
+                     (size_t)routing.experts[expert] * (N / 16) + blockIdx.x, warp, 0, arrivals + expert % PLACES);
+    };
+    if (lane == 0)
+        for (int i = 0; i < PLACES; i++) ask(i);
+    let_next_start();
+    stamp(ASKED);
+    wait_for_inputs();
+    stamp(WAITED);
+    const int rows = min(live, COLS);
+    for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
+        copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
+    for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
+        copy_async(shared_tokens + i / (FS / 8) * SHARED_STRIDE + i % (FS / 8) * 8, shared_act + (size_t)i * 8, true);
+    const int token = thread / 16, column = blockIdx.x * 16 + thread % 16;
+    u16 *out = hidden + (size_t)token * N + column;
+    const bool writes = token < rows;
+    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+    wait_for_copies();
+    __syncthreads();
+
+    stamp(PREPARED);
+    const u16 *own_tokens = tokens + g * (A * STRIDE) + warp * PART + 8 * t;
+    float total[HALVES][4] = {};
+    int slot = 0, parity = 0;
+    for (int expert = 0; expert < num_slots; expert++) {
+        const u8 *from = own_slots + slot * Own::BYTES;
+        const u16 *b_at[HALVES];
+        bool takes[HALVES];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            const int rank = g + 8 * h < rows ? routing.rank[expert][g + 8 * h] : NOT_CHOSEN;
+            takes[h] = rank != NOT_CHOSEN;
+            b_at[h] = own_tokens + (8 * h * A + (takes[h] ? rank : 0)) * STRIDE;
+        }
+        float even[HALVES][4] = {}, odd[HALVES][4] = {};
+        wait_for_bytes(arrivals + slot, parity);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            uint4 w[2];
+            u32 by[2];
+            Own::take(w, by, from, k, 0, warp, lane);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
+#pragma unroll
+                for (int h = 0; h < HALVES; h++)
+                    multiply_block(even[h], odd[h], a, a8, takes[h] ? *(const uint4 *)(b_at[h] + (2 * k + c) * 32) : zero);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) ask(expert + PLACES);
+        const float factor = FORMAT == FP4 ? factors[routing.experts[expert] * 3 + 2] : 1.0f;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int own = 8 * h + 2 * t + (i & 1);
+                if (own < rows && routing.rank[expert][own] != NOT_CHOSEN)
+                    total[h][i] += (even[h][i] + odd[h][i]) * factor * routing.slot_weights[expert][own];
+            }
+        if (++slot == PLACES) slot = 0, parity ^= 1;
+    }
+    stamp(FIRST_DONE);
+    float even[HALVES][4] = {}, odd[HALVES][4] = {};
+    wait_for_bytes(arrivals + PLACES, 0);
+#pragma unroll
+    for (int k = 0; k < SHARED_STEPS; k++) {
+        uint4 w[2];
+        u32 by[2];
+        SharedOwn::take(w, by, shared_slot, k, 0, warp, lane);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const uint4 a = SharedOwn::chunk(w, by, 0, c), a8 = SharedOwn::chunk(w, by, 1, c);
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                const u16 *b = shared_tokens + (g + 8 * h) * SHARED_STRIDE + warp * SHARED_PART + 8 * t + (2 * k + c) * 32;
+                multiply_block(even[h], odd[h], a, a8, g + 8 * h < rows ? *(const uint4 *)b : zero);
+            }
+        }
+    }
+    // Routed sums of this warp's part, then the shared expert's.
+    const float none[HALVES][4] = {};
+    leave_sums<COLS, HALVES>(sums + warp * COLS * SUM_STRIDE, total, none);
+    leave_sums<COLS, HALVES>(sums + (WARPS + warp) * COLS * SUM_STRIDE, even, odd);
+    __syncthreads();
+    if (writes) {
+        const float *from = sums + token * SUM_STRIDE + thread % 16;
+        float routed = 0.0f, shared = 0.0f;
+        for (int w = 0; w < WARPS; w++) {
+            routed += from[w * COLS * SUM_STRIDE];
+            shared += from[(WARPS + w) * COLS * SUM_STRIDE];
+        }
+        if (FORMAT == FP4) shared *= factors[E * 3 + 2];
+        const float y = rounded(rounded(rounded(routed) * scaling) + rounded(shared));
+        const u16 result = to_bf16(old + y);
+        *out = result;
+        if (tap) tap[(size_t)token * tap_stride + column] = result;
+    }
+    stamp(ENDED);
+}

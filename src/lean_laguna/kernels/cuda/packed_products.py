@@ -1,0 +1,310 @@
+"""The CUDA C++ products of a step with packed weights, from Hopper on; ``products`` says what each does."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lean_laguna.kernels.cuda.compiler import Source
+from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
+from lean_laguna.kernels.cuda.formats import (
+    code_of,
+    expert_factors,
+    fits,
+    is_small,
+    pair_factors,
+    scale_words,
+    tall_log,
+    unit_factors,
+)
+from lean_laguna.kernels.cuda.launching import launch_kernel
+from lean_laguna.kernels.triton.experts import Routing
+from lean_laguna.kernels.triton.formats import Packed
+from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.weights import SparseWeights
+
+WARPS = 8
+THREADS = 32 * WARPS
+SUM_STRIDE = 18
+"""As in ``packed.cuh``."""
+MAX_SHARED = 226 << 10
+UNIT_ROOM = 72 << 10
+"""Bytes of shared memory for a program's units on their way, two programs a multiprocessor."""
+DOWN_ROOM = {1: 48 << 10, 8: 64 << 10, 16: 48 << 10}
+"""The same for experts of the second product, by columns."""
+
+
+def _widths(weight: Packed, tall: int) -> tuple[int, int]:
+    """Return the bytes of 8 rows' codes and of their words of scales."""
+    columns = weight.shape[-1]
+    share = 16 if weight.kind == "fp8" and tall else 4 if weight.kind == "int4" else 2
+    return columns * (4 if is_small(weight) else 8), columns // share
+
+
+def _sums(cols: int) -> int:
+    """Return the bytes of all warps' sums, twice."""
+    return 2 * WARPS * cols * SUM_STRIDE * 4
+
+
+def _num_programs(x: Tensor, launch: Launch) -> int:
+    return multiprocessors(x.device) * (2 if launch.cols <= 8 else 1)
+
+
+def _registers_for(launch: Launch) -> int:
+    """Return how many programs a multiprocessor's registers should hold."""
+    return 4 if launch.cols == 1 else 2 if launch.cols <= 8 else 1
+
+
+def _places(unit_bytes: int, most: int) -> int:
+    """Return how many units of a program, of so many at most, are on their way at once."""
+    return max(1, min(most, UNIT_ROOM // unit_bytes))
+
+
+def fits_project(weight: Packed, *, gated: bool) -> bool:
+    """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
+    n, k = weight.shape
+    return n % 16 == 0 and k <= 4096 and fits(weight) and has_bulk_copies(weight.device)
+
+
+def project(
+    x: Tensor,
+    norm: Tensor,
+    weight: Packed,
+    out: Tensor,
+    num_rows: Tensor,
+    eps: float,
+    launch: Launch,
+    *,
+    gated: bool,
+) -> None:
+    """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it."""
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    tall, cols = tall_log(weight), launch.cols
+    unit = 2 * sum(_widths(weight, tall))
+    count = n // (8 if gated else 16)
+    grid = min(count, _num_programs(x, launch))
+    places = _places(unit, -(-count // grid))
+    source = Source.of(
+        "packed_project",
+        FORMAT=code_of(weight),
+        TALL=tall,
+        K=k,
+        N=n,
+        WARPS=WARPS,
+        PLACES=places,
+        COLS=cols,
+        GATED=gated,
+        PROGRAMS=_registers_for(launch),
+    )
+    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + (k // 2 if cols == 1 else 0)
+    factors = pair_factors(weight) if gated else unit_factors(weight)
+    arguments = (x, norm, weight.codes, scale_words(weight, tall), factors, out, num_rows, eps)
+    launch_kernel(source, grid, THREADS, shared, (*arguments, x.stride(0), out.stride(0)), launch)
+
+
+def _add_shared(weight: Packed, tall: int, cols: int) -> tuple[int, int]:
+    """Return the steps of 64 columns that come together, and the bytes of shared memory."""
+    k, most = weight.shape[1], 4 if is_small(weight) else 8
+    steps = next(n for n in range(most, 0, -1) if k // 512 % n == 0)
+    pieces = WARPS * (k // 512 // steps)
+    words = k // 16 * pieces if weight.kind == "fp8" and tall else 2 * _widths(weight, tall)[1]
+    codes = 2 * _widths(weight, tall)[0]
+    return steps, codes + words + WARPS * cols * SUM_STRIDE * 4 + pieces * 8 + (k * 2 if cols == 1 else 0)
+
+
+def fits_project_add(weight: Packed) -> bool:
+    """Say whether ``project_add`` takes a weight [N, K]."""
+    n, k = weight.shape
+    return (
+        k % 512 == 0
+        and n % 16 == 0
+        and fits(weight, pairs=True)
+        and has_bulk_copies(weight.device)
+        and _add_shared(weight, tall_log(weight), 16)[1] <= MAX_SHARED
+    )
+
+
+def project_add(
+    x: Tensor, weight: Packed, hidden: Tensor, num_rows: Tensor, launch: Launch, tap: Tensor | None
+) -> None:
+    """Add x @ weight^T, rounded, to the residual stream of the live rows."""
+    n, k = weight.shape
+    tall, cols = tall_log(weight), launch.cols
+    steps, shared = _add_shared(weight, tall, cols)
+    source = Source.of(
+        "packed_add",
+        FORMAT=code_of(weight),
+        TALL=tall,
+        K=k,
+        N=n,
+        WARPS=WARPS,
+        PIECE_STEPS=steps,
+        COLS=cols,
+        PROGRAMS=3 if cols == 1 else 1,
+    )
+    strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
+    words = scale_words(weight, tall, pairs=True)
+    arguments = (x, weight.codes, words, unit_factors(weight), hidden, tap, num_rows, *strides)
+    launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
+
+
+def _packed(mlp: SparseWeights) -> tuple[Packed, Packed, Packed, Packed]:
+    """Return the weights of the experts and of the shared one, up and down."""
+    shared = mlp.shared_gate_up
+    assert isinstance(mlp.gate_up, Packed)
+    assert isinstance(mlp.down, Packed)
+    assert isinstance(shared, Packed)
+    assert isinstance(mlp.shared_down, Packed)
+    return mlp.gate_up, mlp.down, shared, mlp.shared_down
+
+
+def fits_experts(mlp: SparseWeights) -> bool:
+    """Say whether ``run_experts`` takes a MoE block that has a packed weight, as far as that goes."""
+    weights = (mlp.gate_up, mlp.down, mlp.shared_gate_up, mlp.shared_down)
+    if not all(isinstance(weight, Packed) for weight in weights) or len(set(map(code_of, weights))) > 1:
+        return False
+    up, down, shared, last = _packed(mlp)
+    return (
+        fits(up)
+        and fits(shared)
+        and fits(down, pairs=True)
+        and fits(last, pairs=True)
+        and has_bulk_copies(up.device)
+        and up.shape[-1] <= 4096
+        and down.shape[-1] % 512 == 0
+        and last.shape[-1] % 512 == 0
+    )
+
+
+def routing_bytes(num_experts: int, top_k: int, cols: int) -> int:
+    """Return an upper bound of ``struct Routing``'s size."""
+    slots = min(num_experts, cols * top_k)
+    return 96 + slots * (1 + cols + 4 * cols) + cols * top_k * 5 + 64
+
+
+def contest_bytes(num_experts: int, top_k: int, cols: int) -> int:
+    """Return an upper bound of ``struct Contest``'s size, which only a lone row needs."""
+    return num_experts * 8 + num_experts // 32 * min(top_k, 32) * 5 + 32 if cols == 1 else 0
+
+
+def _experts_up(
+    mlp: SparseWeights,
+    constants: dict[str, int],
+    buffers: tuple[Tensor, ...],
+    routing: Routing,
+    softcap: float,
+    table_bytes: int,
+    launch: Launch,
+) -> None:
+    """Route, and compute silu(gate) * up of the shared expert and of every chosen one.
+
+    Args:
+        mlp: Weights.
+        constants: Of routing and shapes.
+        buffers: Normalised rows, scores, the shared expert's result, tables and live rows.
+        routing: As for ``products.run_experts``.
+        softcap: Of the router's logits.
+        table_bytes: Upper bound of the routing tables' and their workspace's size.
+        launch: What the launches of a step share.
+    """
+    normed, scores, shared_act, tables, num_rows = buffers
+    up, _, shared_up, _ = _packed(mlp)
+    tall, cols, k = tall_log(up, shared_up), launch.cols, up.shape[-1]
+    unit = 2 * sum(_widths(up, tall))
+    units = (up.shape[1] * mlp.top_k * cols + shared_up.shape[0]) // 16
+    grid = _num_programs(normed, launch)
+    places = _places(unit, -(-units // grid))
+    source = Source.of(
+        "packed_up",
+        K=k,
+        PLACES=places,
+        TALL=tall,
+        FORMAT=code_of(up),
+        PROGRAMS=_registers_for(launch),
+        **constants,
+    )
+    weights = (up.codes, scale_words(up, tall), shared_up.codes, scale_words(shared_up, tall))
+    outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, tables, num_rows, softcap)
+    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + table_bytes
+    arguments = (normed, scores, mlp.bias, *weights, *outs)
+    launch_kernel(source, grid, THREADS, shared, arguments, launch)
+
+
+def _experts_down(
+    mlp: SparseWeights,
+    constants: dict[str, int],
+    buffers: tuple[Tensor, ...],
+    routing: Routing,
+    tap: Tensor | None,
+    table_bytes: int,
+    launch: Launch,
+) -> None:
+    """Compute the experts' down products, their weighted sum and the residual's new value.
+
+    Args:
+        mlp: Weights.
+        constants: Of routing and shapes.
+        buffers: The shared expert's activations, tables, residual stream and live rows.
+        routing: As for ``products.run_experts``.
+        tap: As there.
+        table_bytes: Upper bound of the routing tables' size.
+        launch: What the launches of a step share.
+    """
+    shared_act, tables, hidden, num_rows = buffers
+    _, down, _, last = _packed(mlp)
+    tall, cols = tall_log(down, last), launch.cols
+    f, fs = down.shape[-1], last.shape[-1]
+    is_tall = down.kind == "fp8" and tall
+    # All warps' bytes of an expert's 16 rows, tall scales for each warp.
+    own, shared_own = (
+        2 * codes + WARPS * words if is_tall else 2 * (codes + words)
+        for codes, words in (_widths(down, tall), _widths(last, tall))
+    )
+    places = max(1, min(mlp.top_k if cols == 1 else 8, (DOWN_ROOM[cols] - shared_own) // own))
+    source = Source.of(
+        "packed_down",
+        N=hidden.shape[1],
+        PLACES=places,
+        TALL=tall,
+        FORMAT=code_of(down),
+        PROGRAMS=3 if cols == 1 else 1,
+        **constants,
+    )
+    routed = (down.codes, scale_words(down, tall, pairs=True))
+    weights = (*routed, last.codes, scale_words(last, tall, pairs=True), expert_factors(mlp))
+    staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
+    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + WARPS * (places + 1) * 8
+    rest = (hidden, tap, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0))
+    arguments = (routing.act, shared_act, tables, *weights, *rest)
+    launch_kernel(source, hidden.shape[1] // 16, THREADS, shared, arguments, launch)
+
+
+def run_experts(
+    mlp: SparseWeights,
+    hidden: Tensor,
+    scores: Tensor,
+    normed: Tensor,
+    shared_act: Tensor,
+    routing: Routing,
+    tables: Tensor,
+    num_rows: Tensor,
+    launch: Launch,
+    tap: Tensor | None,
+) -> None:
+    """Run a mixture of experts whose router has written ``scores`` and ``normed``."""
+    experts, _, f = mlp.down.shape
+    constants = {
+        "E": experts,
+        "A": mlp.top_k,
+        "F": f,
+        "FS": mlp.shared_down.shape[1],
+        "WARPS": WARPS,
+        "COLS": launch.cols,
+        "SOFTCAP": mlp.softcap > 0,
+        "NORM_TOPK": mlp.norm_topk,
+    }
+    table_bytes = routing_bytes(experts, mlp.top_k, launch.cols)
+    up_bytes = table_bytes + contest_bytes(experts, mlp.top_k, launch.cols)
+    up_buffers = (normed, scores, shared_act, tables, num_rows)
+    _experts_up(mlp, constants, up_buffers, routing, float(mlp.softcap), up_bytes, launch)
+    down_buffers = (shared_act, tables, hidden, num_rows)
+    _experts_down(mlp, constants, down_buffers, routing, tap, table_bytes, launch)
