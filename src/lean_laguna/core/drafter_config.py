@@ -165,6 +165,11 @@ class DFlashConfig:
             )
         if self.max_draft_tokens < 1:
             raise ConfigError(f"{where}: 'block_size' must be at least 2 (anchor and one mask), found 1")
+        if self.draft_block_size > self.max_position_embeddings:
+            raise ConfigError(
+                f"{where}: 'block_size' must be at most max_position_embeddings "
+                f"({self.max_position_embeddings}), found {self.draft_block_size}"
+            )
         taps = self.target_layer_ids
         if min(taps) < 0 or len(set(taps)) != len(taps):
             raise ConfigError(

@@ -6,6 +6,7 @@ Nothing here knows what a checkpoint or a result is; ``provenance`` does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 from lean_laguna.core.errors import ConfigError
 
 HASH_CHUNK_BYTES = 1 << 20
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -27,7 +29,7 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     an interrupt leaves neither a half-written file nor a temporary one.
 
     Raises:
-        ConfigError: The folder is missing or cannot be written to.
+        ConfigError: The folder is missing or cannot be written to, or the disk is full.
     """
     target = Path(path)
     if target.is_dir():
@@ -43,9 +45,11 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files for the owner alone; results are for everyone
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+            raise ConfigError(f"cannot write {target}: {error.strerror}") from None
         raise
 
 

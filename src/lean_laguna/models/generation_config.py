@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lean_laguna.core.errors import CheckpointError
+from lean_laguna.core.errors import CheckpointError, RequestError
 from lean_laguna.core.files import parse_json
+from lean_laguna.core.types import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -60,7 +61,7 @@ class GenerationConfig:
             where: The file, for messages.
 
         Raises:
-            CheckpointError: A value has the wrong type.
+            CheckpointError: A value has the wrong type, or is out of range.
         """
         numbers = {name: _number(given, name, where) for name in ("temperature", "top_p", "min_p")}
         numbers["repetition_penalty"] = _number(given, "repetition_penalty", where)
@@ -71,7 +72,7 @@ class GenerationConfig:
             raise CheckpointError(
                 f"{where}: 'default_chat_template_kwargs' must be an object, found {kwargs!r}"
             )
-        return cls(
+        config = cls(
             **numbers,
             top_k=_whole(given, "top_k", where),
             max_tokens=_whole(given, "max_new_tokens", where),
@@ -80,6 +81,11 @@ class GenerationConfig:
             reasoning_parser=_text(given, "reasoning_parser", where),
             tool_call_parser=_text(given, "tool_call_parser", where),
         )
+        try:
+            SamplingParams(**config.sampling_defaults())
+        except RequestError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        return config
 
     def sampling_defaults(self) -> dict[str, Any]:
         """Return the declared values by their name in ``SamplingParams``."""

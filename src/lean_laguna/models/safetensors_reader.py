@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,13 @@ class CheckpointReader:
         if not index.exists():
             return {}
         try:
-            weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-            promised = {str(name): self.path / str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: cannot be read as a weight index: {error!r}") from None
+            given = parse_json(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{index}: cannot be read as JSON: {error}") from None
+        weight_map = given.get("weight_map") if isinstance(given, Mapping) else None
+        if not isinstance(weight_map, Mapping) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise CheckpointError(f"{index}: 'weight_map' must be an object from tensor names to file names")
+        promised = {name: self.path / file for name, file in weight_map.items()}
         for file in sorted(set(promised.values())):
             if file.parent != self.path:
                 raise CheckpointError(f"{index}: names the file {file}; expected files of its own folder")

@@ -228,6 +228,7 @@ def test_contradicting_causal_flags_are_refused():
         (laguna({"mask_token_id": None}), "'mask_token_id' is missing"),
         (laguna({"mask_token_id": 64}), r"'mask_token_id' must be below vocab_size \(64\), found 64"),
         (laguna(block_size=1), "'block_size' must be at least 2"),
+        (laguna(block_size=10**6), r"'block_size' must be at most max_position_embeddings \(\d+\), found"),
         (laguna(draft_vocab_size=32), r"'draft_vocab_size' must be vocab_size \(64\)"),
         (laguna(attention_bias=True), "'attention_bias' must be false or absent, found True"),
         (laguna(swa_attention_sink_enabled=True), "'swa_attention_sink_enabled'"),

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 
@@ -41,6 +42,17 @@ def test_an_interrupt_leaves_the_old_file_and_no_other(tmp_path, interrupt):
         write()
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_other(tmp_path):
+    def write():
+        with atomic_writer(tmp_path / "a") as file:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"cannot write .*a: No space left on device"):
+        write()
+    assert os.listdir(tmp_path) == []
 
 
 def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_path):

@@ -65,6 +65,12 @@ def test_a_value_of_the_wrong_type_names_file_and_key(key, value):
         GenerationConfig.from_dict({key: value}, "gen.json")
 
 
+@pytest.mark.parametrize(("key", "value"), [("temperature", -1), ("top_p", 0), ("max_new_tokens", 0)])
+def test_a_value_out_of_range_names_the_file(key, value):
+    with pytest.raises(CheckpointError, match=r"^gen\.json: \w+ must be"):
+        GenerationConfig.from_dict({key: value}, "gen.json")
+
+
 @pytest.mark.parametrize("content", ["[1]", "{", "\udcff"])
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -53,6 +53,14 @@ def test_an_absent_shard_is_named(tmp_path):
         CheckpointReader(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 5}])
+def test_an_index_of_another_form_is_named(tmp_path, weight_map):
+    write(tmp_path, "x-1.safetensors", a=torch.ones(1))
+    write_index(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match=r"index\.json: 'weight_map' must be an object"):
+        CheckpointReader(tmp_path)
+
+
 def test_a_tensor_absent_from_its_shard_is_named(tmp_path):
     write(tmp_path, "x-1.safetensors", a=torch.ones(1))
     write_index(tmp_path, {"a": "x-1.safetensors", "b": "x-1.safetensors"})
