@@ -18,7 +18,7 @@ _PACE_WINDOW, _PACE_SHARE = 9, 0.8  # steps that say how fast the machine is now
 _DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
 _PRIOR_RATE = 0.8  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
-_HOPED_RATE = 0.95  # the same, where the question is whether drafting could still pay
+_HOPED_RATE, _HOPED_WEIGHT = 0.95, 4.0  # the same, where the question is whether drafting could still pay
 _SURPRISE = 2.0  # summed misses of the expectation, in whole drafts, that mean the text has changed
 _EXPECT_EVERY = 4  # blocks, between looks at what is expected
 _KEPT_AFTER_SURPRISE = 0.2  # weight that the past keeps then
@@ -184,9 +184,10 @@ class AcceptanceRates:
         Args:
             hoped: What could be expected at best, as long as little was seen.
         """
-        expected, reached, rate = [1.0], 1.0, _HOPED_RATE if hoped else _PRIOR_RATE
+        rate, weight = (_HOPED_RATE, _HOPED_WEIGHT) if hoped else (_PRIOR_RATE, _PRIOR_WEIGHT)
+        expected, reached = [1.0], 1.0
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
-            rate = (accepted + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
+            rate = (accepted + weight * rate) / (tried + weight)
             reached *= rate
             expected.append(expected[-1] + reached)
         return expected

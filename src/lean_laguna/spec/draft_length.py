@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from lean_laguna.core.config import DraftLength
@@ -147,18 +148,17 @@ class DraftLengthController:
 
     def _best(self, key: tuple[int, int], cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
         """Return the length to use from here on: another than before only where it promises enough."""
-        seen = [k for k in range(len(rates)) if cell.current is None or known.counts[k] or k == cell.current]
-        best = max(seen, key=lambda k: (rates[k], -k))
         if cell.current is None:
-            return best
-        least = 1 + self.policy.hysteresis
-        if not best and cell.current:
+            return max(range(len(rates)), key=lambda k: (rates[k], -k))
+        least = [1 + cell.trials.least_gain(k, count) for k, count in enumerate(known.counts)]
+        least[cell.current] = 1.0
+        if cell.current:
             # Plain steps tell nothing of drafts, so there must be evidence before drafting ends.
             hoped = self._acceptance(key[0]).tokens_per_step(hoped=True)
-            if rates[0] > max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
-                return 0
-            best = max(seen[1:], key=lambda k: (rates[k], -k))
-        return best if rates[best] > rates[cell.current] * least else cell.current
+            if rates[0] <= max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
+                least[0] = inf
+        worth = [rate / gain for rate, gain in zip(rates, least, strict=True)]
+        return max(range(len(worth)), key=lambda k: (worth[k], -k))
 
     def observe(
         self,
@@ -200,9 +200,13 @@ class DraftLengthController:
         if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         cell.num_steps += 1
+        step_s = draft_s + verify_s
+        usual_s = (
+            step_s if cell.times.is_empty else cell.times.pace * sum(cell.times.estimate(num_draft_tokens))
+        )
         emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
         worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
-        if cell.trials.observe(num_draft_tokens, draft_s + verify_s, worth_s, is_off=not cell.current):
+        if cell.trials.observe(num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current):
             cell.plan_left = 0
         if cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)

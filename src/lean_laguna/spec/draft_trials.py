@@ -15,6 +15,9 @@ _DOUBT_OF_OLD = 0.05  # of a time seen some steps ago: the machine may have been
 _DOUBT_OF_NONE = 0.8  # of plain steps never seen: verifying may cost by the row
 _LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at most, doubled by each failure
 _GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
+_LEAST_GAINS = (inf, 0.1, 0.05, 0.0)  # of a length whose time was observed 0, 1, 2, 3 times
+_CLOSE, _CLOSE_WAIT = 0.8, 8  # where drafting is expected to earn that share of plain steps, wait no longer
+_DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
 _LEAST_STEPS = 2  # before any trial: the first step of all tells little
 
 
@@ -27,7 +30,8 @@ class Policy:
         hysteresis: Gain in tokens per second that a change of length must promise.
         start_steps: Time that may be spent on trials at once, in steps, where little is known.
         recheck_steps: Steps after which the time of a length is known less well.
-        recheck_close_steps: The same, where it is about as good as the one in use.
+        recheck_close_steps: The same at first, where it is about as good as the one in use; longer each time.
+        fresh_steps: Age of an observation that a change of length may rest on.
         max_saved_steps: Exploration time that may be saved up, in steps at the present length.
     """
 
@@ -36,6 +40,7 @@ class Policy:
     start_steps: float = 1.5
     recheck_steps: int = 256
     recheck_close_steps: int = 32
+    fresh_steps: int = 64
     max_saved_steps: float = 4.0
 
 
@@ -70,7 +75,9 @@ class Trials:
     _num_steps: int = 0
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
+    _patience: dict[int, int] = field(default_factory=dict)
     _last_draft: int = 0
+    _disturbed_until: int = 0
     _lead_wait: int = _LEAD_WAITS[0]
 
     def choose(self, known: Estimates, current: int) -> int | None:
@@ -89,6 +96,7 @@ class Trials:
                 break
             if known.step_s[k] - known.tokens[k] / rate <= self.saved_s:
                 self.pending, self._waited = k, 0
+                self._disturbed_until = self._num_steps + _DISTURBED
                 return k
         return None
 
@@ -97,11 +105,22 @@ class Trials:
         rates = [tokens / step_s for tokens, step_s in zip(known.tokens, known.step_s, strict=True)]
         if current == 0:
             # While off, only trying shows that drafting pays again.
-            is_due = self._num_steps - self._last_draft >= self._lead_wait and len(rates) > 1
-            return [(max(range(1, len(rates)), key=lambda k: rates[k]), inf)] if is_due else []
+            lead = max(range(1, len(rates)), key=lambda k: rates[k], default=0)
+            wait = self._lead_wait if rates[lead] < _CLOSE * rates[0] else min(self._lead_wait, _CLOSE_WAIT)
+            return [(lead, inf)] if lead and self._num_steps - self._last_draft >= wait else []
         doubts = {k: self._doubt(known, k) for k in range(len(rates)) if k != current}
-        hoped = [(k, rates[k] / (1 - doubt)) for k, doubt in doubts.items() if doubt]
+        hoped = [
+            (k, rates[k] / (1 - doubt))
+            for k, doubt in doubts.items()
+            if doubt or self.least_gain(k, known.counts[k]) > self.policy.hysteresis
+        ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
+
+    def least_gain(self, k: int, count: int) -> float:
+        """Return the gain that a length must promise to be taken up, by what its time rests on."""
+        if self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
+            return inf
+        return max(self.policy.hysteresis, _LEAST_GAINS[min(count, len(_LEAST_GAINS) - 1)])
 
     def _doubt(self, known: Estimates, k: int) -> float:
         count = min(known.counts[k], len(_DOUBT) - 1)
@@ -110,7 +129,8 @@ class Trials:
         age = self._num_steps - self._last_seen.get(k, 0)
         if count and age > self.policy.recheck_steps:
             return _DOUBT[1]
-        return max(_DOUBT[count], _DOUBT_OF_OLD if age > self.policy.recheck_close_steps else 0.0)
+        patience = self._patience.get(k, self.policy.recheck_close_steps)
+        return max(_DOUBT[count], _DOUBT_OF_OLD if age > patience else 0.0)
 
     @property
     def is_waiting(self) -> bool:
@@ -120,12 +140,15 @@ class Trials:
             self.pending = None
         return self.pending is not None
 
-    def observe(self, num_draft_tokens: int, step_s: float, worth_s: float, *, is_off: bool) -> bool:
+    def observe(
+        self, num_draft_tokens: int, step_s: float, usual_s: float, worth_s: float, *, is_off: bool
+    ) -> bool:
         """Account for a step; returns whether it was a trial.
 
         Args:
             num_draft_tokens: Longest draft.
             step_s: Seconds that it took.
+            usual_s: Seconds that such steps take.
             worth_s: Seconds in which the length in use earns as many tokens.
             is_off: The length in use is 0.
         """
@@ -135,11 +158,15 @@ class Trials:
             self._last_draft = self._num_steps
         if self.saved_s is None:
             self.saved_s = self.policy.start_steps * step_s
-        most = self.policy.max_saved_steps * step_s
+        most = self.policy.max_saved_steps * usual_s
         if self.pending is None or num_draft_tokens != self.pending:
-            self.saved_s = min(most, self.saved_s + self.policy.explore_share * step_s)
+            lost_s = max(0.0, step_s - usual_s) if self._num_steps <= self._disturbed_until else 0.0
+            self.saved_s = min(most, self.saved_s + self.policy.explore_share * step_s - lost_s)
             return False
         self.pending = None
+        self._disturbed_until = self._num_steps + _DISTURBED
+        patience = self._patience.get(num_draft_tokens, self.policy.recheck_close_steps // 2)
+        self._patience[num_draft_tokens] = min(2 * patience, 2 * self.policy.recheck_steps)
         self.saved_s = max(-most, self.saved_s - max(0.0, step_s - worth_s))
         if is_off:
             self._lead_wait = 0 if worth_s >= step_s else min(_LEAD_WAITS[1], max(4, 2 * self._lead_wait))

@@ -129,7 +129,7 @@ def trials(**policy):
     """Trials with two steps behind them."""
     made = Trials(Policy(**policy))
     for _ in range(2):
-        made.observe(3, 1.5, 1.5, is_off=False)
+        made.observe(3, 1.5, 1.5, 1.5, is_off=False)
     return made
 
 
@@ -146,7 +146,7 @@ def test_nothing_is_tried_before_there_is_time_for_it():
     assert Trials(Policy()).choose(unseen, 3) is None, "the very first step"
     made = trials()
     assert made.choose(unseen, 3) == 0
-    assert made.observe(0, 1.0, 0.5, is_off=False), "it lost half a second"
+    assert made.observe(0, 1.0, 1.0, 0.5, is_off=False), "it lost half a second"
     assert made.saved_s == pytest.approx(1.5 * 1.5 + 0.02 * 3.0 - 0.5)
 
 
@@ -154,23 +154,23 @@ def test_a_trial_is_awaited_but_not_for_ever():
     made = trials()
     made.choose(Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9]), 3)
     assert all(made.is_waiting for _ in range(8))
-    assert not made.observe(3, 1.5, 1.5, is_off=False), "of a step launched before it"
+    assert not made.observe(3, 1.5, 1.5, 1.5, is_off=False), "of a step launched before it"
     assert not made.is_waiting
     assert made.pending is None
 
 
 def test_while_off_drafting_is_tried_less_and_less_often_until_it_pays():
-    known = Estimates([1.0, 1.1, 1.15], [1.0, 1.2, 1.3], [9, 9, 9])
+    known = Estimates([1.0, 1.1, 1.15], [1.0, 1.5, 1.6], [9, 9, 9])
     made = Trials(Policy())
     waits, last = [], 0
     for step in range(600):
         k = made.choose(known, 0)
-        made.observe(k or 0, 1.2 if k else 1.0, 1.0, is_off=True)
+        made.observe(k or 0, 1.5 if k else 1.0, 1.0, 1.0, is_off=True)
         if k:
             waits.append(step - last)
             last = step
     assert waits[-1] >= 64 > waits[0]
     while made.choose(known, 0) is None:
-        made.observe(0, 1.0, 1.0, is_off=True)
-    made.observe(1, 1.2, 2.0, is_off=True)
+        made.observe(0, 1.0, 1.0, 1.0, is_off=True)
+    made.observe(1, 1.2, 1.2, 2.0, is_off=True)
     assert made.choose(known, 0) == 1, "it paid, so once more"
