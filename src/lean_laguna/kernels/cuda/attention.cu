@@ -22,11 +22,12 @@
 #define TAKE 8
 #define COPIED_KEYS (WARPS * 32 / (P / 8))
 #define COPIES (SPLIT / COPIED_KEYS)
+#define PAGES (KV_BLOCK < SPLIT ? SPLIT / KV_BLOCK : 1)
 #define AT_ONCE (TILES == 2 ? 3 : 2)
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
-#ifndef REHEARSE
-#define REHEARSE 0
+#ifndef DRY_RUN
+#define DRY_RUN 0
 #endif
 #define INF __int_as_float(0x7f800000)
 
@@ -61,25 +62,22 @@ DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests)
 // A program's place among those of its cluster that have splits of the task, and beyond them.
 DEVICE int place_of(const Task &task, int rank) { return (rank + CLUSTER - task.low_split % CLUSTER) % CLUSTER; }
 
-// Pages of a split's keys that earlier steps left; -1 elsewhere. A thread copies pieces of keys COPIED_KEYS apart.
-DEVICE void find_pages(int (&pages)[COPIES], int first, int split, const int *own_table, int thread) {
-    const int key = split * SPLIT + thread / (P / 8);
-#pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-        pages[i] = -1;
-        if (key + i * COPIED_KEYS < first && (WINDOW == 0 || first - key - i * COPIED_KEYS < WINDOW))
-            pages[i] = load_fresh32(own_table + (u32)(key + i * COPIED_KEYS) / KV_BLOCK);
-    }
+// Page n of a split, if it holds keys that earlier steps left.
+DEVICE int page_of(int first, int split, const int *own_table, int n) {
+    const int key = split * SPLIT + n * KV_BLOCK;
+    return key < first ? load_fresh32(own_table + (u32)key / KV_BLOCK) : 0;
 }
 
-// Start copies of a split's keys, or values; zeros where there are none.
-DEVICE void copy_pages(u16 *to, const u16 *cache, const int (&pages)[COPIES], int head, int thread) {
-    const int k = thread / (P / 8), d = thread % (P / 8) * 8;
+// Start copies of a split's keys, or values, that earlier steps left; zeros elsewhere. A thread copies pieces of keys
+// COPIED_KEYS apart.
+DEVICE void copy_pages(u16 *to, const u16 *cache, const int *pages, int first, int split, int head, int thread) {
+    const int k = thread / (P / 8), d = thread % (P / 8) * 8, key = split * SPLIT + k;
     const u16 *from = cache + (k % KV_BLOCK * J + head) * P + d;
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const u16 *page = from + (size_t)(u32)pages[i] * (KV_BLOCK * J * P) + i * COPIED_KEYS % KV_BLOCK * J * P;
-        copy_async(to + (k + i * COPIED_KEYS) * STRIDE + d, page, pages[i] >= 0);
+        const int on = i * COPIED_KEYS, page = pages[(u32)(k + on) / KV_BLOCK];
+        const bool old = key + on < first && (WINDOW == 0 || first - key - on < WINDOW);
+        copy_async(to + (k + on) * STRIDE + d, from + (size_t)(u32)page * (KV_BLOCK * J * P) + on % KV_BLOCK * J * P, old);
     }
 }
 
@@ -188,6 +186,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     float *sums = (float *)queries, *stats = sums + QUERIES * SUMS;
     float *peaks = (float *)(shares + QUERIES * PSTRIDE);
     Rows &rows = *(Rows *)(peaks + QUERIES * WARPS);
+    int *pages = (int *)(&rows + 1);  // of the split at hand, or of the next but one, and of the next
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int rank = blockIdx.x % CLUSTER;
     stamp(STARTED);
@@ -202,7 +201,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     }
     __syncthreads();
     Task task = {}, next = {};
-    int index = blockIdx.x / CLUSTER, pages[COPIES];
+    int index = blockIdx.x / CLUSTER, turn = 0;
     bool goes_on = find_task(task, index, rows, num_requests);
     index += gridDim.x / CLUSTER;
     bool has_next = !LONE && find_task(next, index, rows, num_requests);
@@ -215,7 +214,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         return;
     }
-    bool waited = false, copies = false, rehearses = REHEARSE;
+    bool waited = false, copies = false, rehearses = DRY_RUN;
     // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
     // time two groups of copies are under way, the older of which is waited for.
     while (goes_on) {
@@ -223,15 +222,18 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         const int end_split = task.low_split + task.num_splits, live = min(task.num_splits, CLUSTER);
         const int next_place = place_of(next, rank), num_tiles = TILES == 1 ? 1 : (task.num_queries + 15) / 16;
         const bool has_part = place < task.num_splits;
+        if (has_part && split + CLUSTER < end_split && thread < PAGES)
+            pages[(turn ^ 1) * PAGES + thread] = page_of(task.first, split + CLUSTER, own_table, thread);
         if (has_part && !copies) {
-            find_pages(pages, task.first, split, own_table, thread);
-            copy_pages(keys, k_cache, pages, task.head, thread);
+            if (thread < PAGES) pages[turn * PAGES + thread] = page_of(task.first, split, own_table, thread);
+            __syncthreads();
+            copy_pages(keys, k_cache, pages + turn * PAGES, task.first, split, task.head, thread);
             end_stream_group();
-            copy_pages(values, v_cache, pages, task.head, thread);
+            copy_pages(values, v_cache, pages + turn * PAGES, task.first, split, task.head, thread);
             end_stream_group();
         }
         copies = false;
-        if (!waited && (!REHEARSE || rehearses)) {
+        if (!waited && (!DRY_RUN || rehearses)) {
             let_next_start();
             // What is asked for after the wait: the rotary rows, and the second split.
             const size_t turn = (size_t)(task.first + (task.first_query + warp) / GROUP) * HALF + lane * 64;
@@ -254,9 +256,14 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             const bool stays = split + CLUSTER < end_split;
             copies = !rehearses && (stays || (has_next && next_place < next.num_splits));
             const int then = stays ? split + CLUSTER : next.low_split + next_place;
-            const int then_head = stays ? task.head : next.head;
-            const int *then_table = table + (size_t)(stays ? task.request : next.request) * table_stride;
-            if (copies) find_pages(pages, stays ? task.first : next.first, then, then_table, thread);
+            const int then_head = stays ? task.head : next.head, then_first = stays ? task.first : next.first;
+            const int *then_pages = pages + (turn ^ 1) * PAGES;
+            // Pages are looked up one split ahead of their copies, which then need not wait for them.
+            const bool looks = thread < PAGES && split + 2 * CLUSTER < end_split && !rehearses;
+            const int page = looks ? page_of(task.first, split + 2 * CLUSTER, own_table, thread) : 0;
+            if (copies && !stays && thread < PAGES)
+                pages[(turn ^ 1) * PAGES + thread] =
+                    page_of(next.first, then, table + (size_t)next.request * table_stride, thread);
             if (begin <= end) {
                 wait_for_stream<0>();  // rows of this step go between keys and values that must have come
                 __syncthreads();
@@ -343,7 +350,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             }
             __syncthreads();
             if (is_first) stamp(ROUTED);
-            if (copies) copy_pages(keys, k_cache, pages, then_head, thread);
+            if (copies) copy_pages(keys, k_cache, then_pages, then_first, then, then_head, thread);
             end_stream_group();
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
@@ -364,6 +371,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                             pack(power2(scores[tile][n][2 * half] - safe), power2(scores[tile][n][2 * half + 1] - safe));
                 }
             }
+            if (looks) pages[turn * PAGES + thread] = page;
             wait_for_stream<1>();
             __syncthreads();
             // Each warp its own slice of the head, over all keys of the split; and a column of ones, for the totals.
@@ -387,8 +395,9 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 }
             }
             __syncthreads();
-            if (copies) copy_pages(values, v_cache, pages, then_head, thread);
+            if (copies) copy_pages(values, v_cache, then_pages, then_first, then, then_head, thread);
             end_stream_group();
+            turn ^= 1;
         }
         if (has_part) {
 #pragma unroll
@@ -415,7 +424,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         sync_cluster();  // what others read stays until they have
         if (rehearses) {
-            rehearses = false, copies = true, split = task.low_split + place;
+            rehearses = false, copies = true, split = task.low_split + place, turn = 0;
             continue;
         }
         goes_on = has_next, task = next, place = next_place, split = task.low_split + place;

@@ -92,6 +92,7 @@ def attend(
     )
     queries = tiles * TILE
     shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
+    shared += 2 * 4 * max(1, SPLIT // cache[0].shape[1])
     # A lone row has a cluster for each KV head, and leaves room for what comes next.
     spread = 1 if launch.cols == 1 else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
     arguments = (
