@@ -129,8 +129,8 @@ class Bench:
         self.work = torch.empty(self.chunks[-1] * wide, dtype=self.dtype, device=self.device)
         self.sync()
         if not self.tiny:
-            buffers = [getattr(self.scratch, n) for n in ("hidden", "normed", "delta", "work")]
-            bytes_of = sum(t.nbytes for t in (*buffers, *self.scratch.keys))
+            buffers = [getattr(self.scratch, n) for n in ("hidden", "normed", "room")]
+            bytes_of = sum(t.nbytes for t in buffers)
             self.found["scratch_gib"] = round(bytes_of / 2**30, 3)
 
     def count(self, n: int) -> Tensor:
@@ -222,10 +222,8 @@ class Bench:
             for pages in caches.layers[0]:
                 pages.fill_(float("nan"))
             scratch = PrefillScratch.allocate(weights, 2 * chunk, block=chunk)
-            for name in ("hidden", "normed", "delta", "work"):
+            for name in ("hidden", "normed", "room"):
                 getattr(scratch, name).fill_(float("nan"))
-            for buffer in scratch.keys:
-                buffer.fill_(float("nan"))
             taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
             got, at = [], 0
             step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles, library_from=chunk)
@@ -255,7 +253,7 @@ class Bench:
         """Say whether a prompt has the same bits again, over other leftovers, and in chunks of any length."""
         short, length, bits = self.chunks[0], min(9 * self.chunks[0] // 2, max(self.lengths)), []
         for chunk in (short, short, 2 * short, 4 * short if not self.tiny else 2 * short):
-            self.scratch.work.normal_()
+            self.scratch.room.normal_()
             for layer in self.caches.layers:
                 for pages in layer:
                     pages.zero_()
@@ -376,7 +374,7 @@ class Bench:
         sparse = [layer for layer in self.weights.layers if isinstance(layer.mlp, SparseWeights)]
         sparse = [layer for layer in sparse if layer.attention.shape.window][:8]
         s, D, shape = self.scratch, self.shape.hidden, sparse[0].attention.shape
-        x, delta, hidden = s.normed[:rows].normal_(), s.delta[:rows], s.hidden[:rows]
+        x, delta, hidden = s.normed[:rows].normal_(), torch.empty_like(s.hidden[:rows]), s.hidden[:rows]
         m, norms = sparse[0].mlp, (sparse[0].attention.q_norm, sparse[0].attention.k_norm)
         E, FS, A = m.bias.shape[0], m.shared_down.shape[1], m.top_k
         wide = shape.num_heads * shape.head_dim

@@ -166,7 +166,7 @@ class EngineMemory:
         rows = num_seqs * (1 + self._max_draft_tokens)
         if not self.limits.is_on_gpu:
             chunk = max(self.limits.chunk_size, rows)
-            row = self._stream_values() + max(self._block_values(), self._experts_values(1))
+            row = self._stream_values() + config.hidden_size + self._widest_values()
             return {
                 # Some values in float32 beside the engine's format.
                 "a chunk of prompt": chunk * row * (size + 4),
@@ -177,15 +177,16 @@ class EngineMemory:
             }
         block, positions = self.limits.block_size, context + MAX_ROWS
         chunk = min(self.limits.chunk_size, _whole(context, block))
-        work = max(
-            block * max(self._block_values(), self._context_values()),
-            chunk * self._experts_values(chunk // block),
-        )
         keys = max(_whole(min(positions, MAX_ORDERED_KEYS), block), block + config.sliding_window)
-        keys += ORDERED_SLACK
+        keys = (keys + ORDERED_SLACK) * 2 * config.num_key_value_heads * config.head_dim
+        delta = config.hidden_size
+        room = max(
+            block * (delta + self._attention_values()) + keys,
+            block * (delta + max(self._dense_values(), self._context_values())),
+            chunk * (delta + self._experts_values(chunk // block)),
+        )
         return {
-            "a chunk of prompt": (chunk * self._stream_values() + work) * size,
-            "its keys and values in order": keys * 2 * config.num_key_value_heads * config.head_dim * size,
+            "a chunk of prompt": (chunk * self._stream_values() + room) * size,
             "the drafter's context projection, joint": self._context_values() * config.hidden_size * size,
             "logits and noise": MAX_ROWS * config.vocab_size * (4 + 4 + 8),
             "rotary tables": positions * dims * size,
@@ -194,16 +195,21 @@ class EngineMemory:
         }
 
     def _stream_values(self) -> int:
-        """Return the values that a row has through all layers: residual stream, copies, what drafters tap."""
+        """Return the values that a row has through all layers: stream, normalised, what drafters tap."""
         taps = 0 if self._drafter is None else len(self._drafter.target_layer_ids)
-        return (3 + taps) * self._config.hidden_size
+        return (2 + taps) * self._config.hidden_size
 
-    def _block_values(self) -> int:
-        """Return the values that one row leaves between the parts of attention or of a dense MLP."""
+    def _widest_values(self) -> int:
+        """Return the values that one row leaves within a part of a layer."""
+        return max(self._attention_values(), self._dense_values(), self._experts_values(1))
+
+    def _attention_values(self) -> int:
         config = self._config
         heads, kv = max(config.num_attention_heads_per_layer), config.num_key_value_heads
-        attention = (2 * heads + 2 * kv) * config.head_dim + heads
-        return max(attention, 3 * config.intermediate_size if "dense" in config.mlp_layer_types else 0)
+        return (2 * heads + 2 * kv) * config.head_dim + heads
+
+    def _dense_values(self) -> int:
+        return 3 * self._config.intermediate_size if "dense" in self._config.mlp_layer_types else 0
 
     def _experts_values(self, pieces: int) -> int:
         """Return the values that one row leaves in a sparse MLP whose output comes in so many pieces."""

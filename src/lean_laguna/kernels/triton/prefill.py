@@ -125,7 +125,8 @@ class PrefillStep:
             width: The ``context_width`` that the scratch was allocated with.
         """
         scratch, rows = self.scratch, shape_rows(num_tokens, self.scratch.block)
-        return scratch.delta[:rows], scratch.hidden[:rows], scratch.work[: rows * width].view(rows, width)
+        kv = scratch.beside_delta(rows)[: rows * width].view(rows, width)
+        return scratch.delta(rows), scratch.hidden[:rows], kv
 
     def _launch(self, input_ids: Tensor, first: int, num_tokens: int, tables: tuple[Tensor, ...]) -> None:
         scratch, layers, eps = self.scratch, self.weights.layers, self.weights.eps
@@ -150,8 +151,8 @@ class PrefillStep:
         """Add attention to a block's residual stream; leave it normalised for the MLP."""
         scratch, attention = self.scratch, layer.attention
         shape, eps, n, first = attention.shape, self.weights.eps, block.length, chunk_first + block.at
-        qkv, heads = split(scratch.work, block.rows, shape.width, shape.num_heads * shape.head_dim)
-        normed, delta = scratch.normed[block.own], scratch.delta[block.own]
+        qkv, heads = split(scratch.beside_keys(), block.rows, shape.width, shape.num_heads * shape.head_dim)
+        normed, delta = scratch.normed[block.own], scratch.delta(block.rows)
         self._multiply(normed, attention.qkv, qkv[:, : attention.qkv.shape[0]])
         if attention.gate is not None:
             self._multiply(normed, attention.gate, qkv[:, attention.qkv.shape[0] :])
@@ -188,8 +189,9 @@ class PrefillStep:
     def _run_dense(self, mlp: DenseWeights, block: Block, after: Tensor, tap: Tensor | None) -> None:
         """Add a dense MLP to a block's residual stream; leave it normalised for what comes after."""
         scratch = self.scratch
-        both, act = split(scratch.work, block.rows, mlp.gate_up.shape[0], mlp.down.shape[1])
-        normed, delta = scratch.normed[block.own], scratch.delta[block.own]
+        room = scratch.beside_delta(block.rows)
+        both, act = split(room, block.rows, mlp.gate_up.shape[0], mlp.down.shape[1])
+        normed, delta = scratch.normed[block.own], scratch.delta(block.rows)
         self._multiply(normed, mlp.gate_up, both)
         silu_and_mul(both, act, block.length)
         self._multiply(act, mlp.down, delta)
@@ -202,9 +204,10 @@ class PrefillStep:
         scratch, A = self.scratch, mlp.top_k
         E, D, F = mlp.down.shape
         FS = mlp.shared_down.shape[1]
-        both, shared, act = split(scratch.work, rows, E + 2 * FS, FS, A * F)
-        terms, n = scratch.work[rows * (E + 3 * FS + A * F) :], scratch.length
-        normed, delta = scratch.normed[:rows], scratch.delta[:rows]
+        room, n = scratch.beside_delta(rows), scratch.length
+        both, shared, act = split(room, rows, E + 2 * FS, FS, A * F)
+        terms = room[rows * (E + 3 * FS + A * F) :]
+        normed, delta = scratch.normed[:rows], scratch.delta(rows)
         for block in blocks:
             own, x = both[block.own], normed[block.own]
             self._multiply(x, mlp.router_gate_up, own[:, : mlp.router_gate_up.shape[0]])

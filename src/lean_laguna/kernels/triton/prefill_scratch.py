@@ -11,7 +11,7 @@ from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, ORDERED_SLACK, PREFI
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort
-from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
+from lean_laguna.kernels.triton.weights import DenseWeights, SparseWeights, TargetWeights
 
 MIN_ROWS = 256
 """Rows of the smallest shape that the last block of a prompt is padded to; the others are its doublings."""
@@ -65,9 +65,9 @@ class PrefillScratch:
         starts: [C / block, 1] int32, its first row.
         hidden: [C, D] residual stream.
         normed: [C, D].
-        delta: [C, D] what an attention or MLP block adds.
-        work: Flat; what lives within one block of rows, or within the experts.
-        keys: Keys and values of one layer in order of position, [S, J, P] each.
+        room: Flat; what lives within a part of a layer, first of all what that adds: see ``delta``.
+        keys: Keys and values of one layer in order of position, [S, J, P] each, in the room, beside what
+            attention of a block of rows leaves.
         sort: A chunk's rows by expert.
         decoded: Flat; one packed weight at a time, decoded for the library.
     """
@@ -80,8 +80,7 @@ class PrefillScratch:
     starts: Tensor
     hidden: Tensor
     normed: Tensor
-    delta: Tensor
-    work: Tensor
+    room: Tensor
     keys: tuple[Tensor, Tensor]
     sort: ExpertSort
     decoded: Tensor
@@ -96,7 +95,7 @@ class PrefillScratch:
             weights: Of the target.
             rows: C.
             block: Tokens of a block, where C is a multiple of so many; else all of a chunk is one block.
-            context_width: Values a row that a drafter's context has, for which ``work`` has room too.
+            context_width: Values a row that a drafter's context has, for which there is room too.
         """
         device, dtype, D = weights.head.device, weights.head.dtype, weights.head.shape[1]
         block = block if rows % block == 0 else rows
@@ -106,9 +105,11 @@ class PrefillScratch:
 
         sparse = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, SparseWeights)]
         ordered = _ordered_shape(weights, block)
-        work = max(
-            block_values(weights, block), rows * experts_width(weights, rows, block), block * context_width
-        )
+        num = ordered[0] * ordered[1] * ordered[2]
+        attention = block * (D + attention_width(weights)) + 2 * num
+        within_block = block * (D + max(dense_width(weights), context_width))
+        room = empty(max(attention, within_block, rows * (D + experts_width(weights, rows, block))))
+        keys = room[block * D : block * D + 2 * num].view(2, *ordered)
         return cls(
             rows=rows,
             block=block,
@@ -118,9 +119,8 @@ class PrefillScratch:
             starts=torch.arange(0, rows, block, dtype=torch.int32, device=device)[:, None],
             hidden=empty(rows, D),
             normed=empty(rows, D),
-            delta=empty(rows, D),
-            work=empty(work),
-            keys=(empty(*ordered), empty(*ordered)),
+            room=room,
+            keys=(keys[0], keys[1]),
             sort=ExpertSort.allocate(
                 rows,
                 experts=max((m.gate_up.shape[0] for m in sparse), default=1),
@@ -129,6 +129,20 @@ class PrefillScratch:
             ),
             decoded=empty(max((w.shape[0] * w.shape[1] for w in _packed_linears(weights)), default=0)),
         )
+
+    def delta(self, rows: int) -> Tensor:
+        """Return room for what a part of a layer adds to so many rows, [rows, D]."""
+        D = self.hidden.shape[1]
+        return self.room[: rows * D].view(rows, D)
+
+    def beside_delta(self, rows: int) -> Tensor:
+        """Return the rest of the room, flat; nothing but ``keys`` is live in it between a layer's parts."""
+        return self.room[rows * self.hidden.shape[1] :]
+
+    def beside_keys(self) -> Tensor:
+        """Return the rest of the room that attention of a block has, flat."""
+        D, num = self.hidden.shape[1], self.keys[0].numel()
+        return self.room[self.block * D + 2 * num :]
 
     def blocks(self, num_tokens: int) -> list[Block]:
         """Note a chunk's length on the device, and return its blocks."""
@@ -149,11 +163,16 @@ def split(flat: Tensor, rows: int, *widths: int) -> list[Tensor]:
     return parts
 
 
-def block_values(weights: TargetWeights, block: int) -> int:
-    """Return the values that attention and dense MLPs leave for one block of rows, in the widest layer."""
-    widths = [_attention_width(layer) for layer in weights.layers]
+def attention_width(weights: TargetWeights) -> int:
+    """Return the values a row that attention leaves, in the widest layer."""
+    shapes = [layer.attention.shape for layer in weights.layers]
+    return max(shape.width + shape.num_heads * shape.head_dim for shape in shapes)
+
+
+def dense_width(weights: TargetWeights) -> int:
+    """Return the values a row that dense MLPs leave, in the widest layer."""
     dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseWeights)]
-    return block * max(widths + [mlp.gate_up.shape[0] + mlp.down.shape[1] for mlp in dense])
+    return max((mlp.gate_up.shape[0] + mlp.down.shape[1] for mlp in dense), default=0)
 
 
 def experts_width(weights: TargetWeights, rows: int, block: int) -> int:
@@ -164,11 +183,6 @@ def experts_width(weights: TargetWeights, rows: int, block: int) -> int:
             wide = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1] + mlp.top_k * mlp.down.shape[2]
             widths.append(wide + mlp.top_k * cdiv(mlp.down.shape[1], rows // block))
     return max(widths)
-
-
-def _attention_width(layer: LayerWeights) -> int:
-    shape = layer.attention.shape
-    return shape.width + shape.num_heads * shape.head_dim
 
 
 def _ordered_shape(weights: TargetWeights, block: int) -> tuple[int, int, int]:

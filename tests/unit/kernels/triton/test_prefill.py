@@ -104,7 +104,7 @@ class Scene:
         pages = tuple((filled(*size), filled(*size)) for _ in config.layer_types)
         caches = Caches(pages, tuple(dict(tables)[kind] for kind in config.layer_types))
         scratch = PrefillScratch.allocate(self.weights, rows, block=CHUNK)
-        for buffer in (scratch.hidden, scratch.normed, scratch.delta, scratch.work, *scratch.keys):
+        for buffer in (scratch.hidden, scratch.normed, scratch.room):
             buffer.fill_(garbage)
         taps = filled(rows, len(TAPS), config.hidden_size)
         return PrefillStep(self.weights, caches, scratch, TAPS, taps, TILES)
@@ -255,7 +255,7 @@ def test_decode_goes_on_from_a_prefilled_prompt(device):
 def test_how_long_chunks_are_changes_no_bits(half, device, assert_same_bits):
     scene = Scene(half, device)
     step, long = scene.step(), scene.step(seed=7, rows=3 * CHUNK)
-    assert long.scratch.work.numel() < 3 * step.scratch.work.numel()
+    assert long.scratch.room.numel() < 3 * step.scratch.room.numel()
     expected, found = scene.feed(step), scene.feed(long)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)

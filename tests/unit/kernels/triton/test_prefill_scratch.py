@@ -46,8 +46,19 @@ def test_longer_chunks_leave_fewer_columns_of_experts_at_a_time(weights):
     one, four = (experts_width(weights, rows, 16) for rows in (16, 64))
     hidden, top_k = weights.norm.shape[0], weights.layers[1].mlp.top_k
     assert one - four == top_k * (hidden - hidden // 4)
-    wide = PrefillScratch.allocate(weights, 64, block=16, context_width=10_000).work.numel()
-    assert wide == 16 * 10_000
+    wide = PrefillScratch.allocate(weights, 64, block=16, context_width=10_000).room.numel()
+    assert wide == 16 * (hidden + 10_000)
+
+
+def test_what_attention_of_a_block_leaves_lies_beside_its_keys(weights):
+    scratch = PrefillScratch.allocate(weights, 64, block=16)
+    scratch.room.fill_(0)
+    for part in (scratch.delta(16), *scratch.keys, scratch.beside_keys()):
+        assert not part.any()
+        part.fill_(1)
+    assert scratch.room.all()
+    shape = max((layer.attention.shape for layer in weights.layers), key=lambda one: one.num_heads)
+    assert scratch.beside_keys().numel() >= 16 * (shape.width + shape.num_heads * shape.head_dim)
 
 
 def test_a_flat_buffer_is_cut_into_rows_one_after_another():
