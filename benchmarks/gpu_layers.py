@@ -38,7 +38,7 @@ class LayersBench(Bench):
 
     def build(self) -> None:
         super().build()
-        self.cuda = CudaLayers(torch.device(self.device), self.weights.layers)
+        self.cuda = CudaLayers(torch.device(self.device))
         self.sync()
 
     def target(self, launch: Launch, **options: Any) -> TargetStep:
@@ -94,11 +94,9 @@ class LayersBench(Bench):
     def stamped(self) -> list[tuple[int, Launch, dict[str, int], dict[str, int]]]:
         """Return what is stamped: rows, launch, sizes and constants that differ."""
         stamps = {"STAMPS": STAMPED_BLOCKS}
-        keep = {**stamps, "KEEP_L2": 1}
         return [
             (1, self.launch(1), {}, stamps),
-            (1, self.launch(1), {}, keep),
-            (1, self.launch(1), {"AHEAD_BYTES": 16 << 20}, keep),
+            (1, self.launch(1), {"BULK_WIDTH": 0}, stamps),
             (8, self.launch(8), {}, stamps),
         ]
 
@@ -152,21 +150,20 @@ class LayersBench(Bench):
     def setups(self) -> list[tuple[str, Launch | None, dict[str, int], dict[str, int]]]:
         """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
         lone, keep = self.launch(1), {"KEEP_L2": 1}
-        ahead = {f"ahead {n}": {"AHEAD_BYTES": n << 20} for n in (8, 16, 24)}
         return [
             ("triton", None, {}, {}),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
             ("8 columns", self.launch(8), {}, {}),
-            ("8 columns, no rehearsal", self.launch(8), {"REHEARSE": 0}, {}),
+            ("8 columns, units by the copy engine", self.launch(8), {"BULK_WIDTH": 8}, {}),
             ("8 columns, keep", self.launch(8), {}, keep),
             ("1 column", lone, {}, {}),
             ("1 column, no rehearsal", lone, {"REHEARSE": 0}, {}),
             ("1 column, keep", lone, {}, keep),
-            ("1 column, keep, no rehearsal", lone, {"REHEARSE": 0}, keep),
-            *((f"1 column, keep, {name}", lone, changes, keep) for name, changes in ahead.items()),
-            ("1 column, 1 slot", lone, {"BULK_COLUMNS": 2048}, {}),
-            ("1 column, 3 slots", lone, {"BULK_COLUMNS": 6144}, {}),
+            ("1 column, 1 unit", lone, {"BULK_COLUMNS": 2048}, {}),
+            ("1 column, units by lanes", lone, {"BULK_WIDTH": 0}, {}),
+            ("1 column, units by lanes, ring 8", lone, {"BULK_WIDTH": 0, "MAX_RING": 8}, {}),
             ("16 columns", self.launch(16), {}, {}),
+            ("16 columns, copy engine", self.launch(16), {"BULK_WIDTH": 16, "BULK_COLUMNS": 8192}, {}),
         ]
 
     def profile_cuda(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def variant(**constants: int) -> Iterator[list[tuple[Source, int, int]]]:
     keep = launching.launch_kernel
 
     def launch(source: Source, grid: int, threads: int, shared: int, *args: Any, **options: Any) -> None:
-        changed = Source.of(source.name, **dict(source.constants), **constants)
+        changed = Source.of(source.name, **dict(source.constants) | constants)
         launched.append((changed, grid, shared))
         keep(changed, grid, threads, shared, *args, **options)
 

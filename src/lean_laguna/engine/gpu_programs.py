@@ -99,7 +99,7 @@ class StepPrograms:
         if use_cuda:
             from lean_laguna.kernels.cuda.layers import CudaLayers
 
-            self._cuda_layers = CudaLayers(self.device, layers)
+            self._cuda_layers = CudaLayers(self.device)
         self._run_layer: LayerRunner = self._cuda_layers or run_layer
         has_parts = self._cuda_layers is None or not self._cuda_layers.attends_all(layers)
         self.scratch = Scratch.allocate(layers, self.target.head, self._tiles, has_parts=has_parts)

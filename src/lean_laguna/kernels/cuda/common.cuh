@@ -160,11 +160,6 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
                    "r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
 #endif
 }
-// Ask for a stretch of memory into L2, to stay there till it is copied.
-DEVICE void prefetch_lasting(const void *from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;"
-                 ::"l"(from), "r"(bytes), "l"(0x14f0000000000000ull) : "memory");
-}
 // A multiple of 16 bytes into L2: a hint.
 DEVICE void prefetch_bulk(const void *from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -205,9 +200,13 @@ DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
 DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
 DEVICE float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
-#if __CUDA_ARCH__ >= 900 && !defined(NO_WAITS)
+#if __CUDA_ARCH__ >= 900
 // Everything the kernel before wrote is there after this; nothing is written before it.
-DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_inputs() {
+#ifndef NO_WAITS  // a benchmark of what is left without
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
 DEVICE void wait_for_inputs() {}
@@ -278,6 +277,12 @@ DEVICE void normalise_row(const u16 *x, const uint4 (&by)[OWN_PIECES(LENGTH, PAR
         if (i * 32 + lane < count)
             *(uint4 *)(to + (first + i * 32 + lane) * 8) = scaled(pieces[i], inverse, by[i]);
     __syncwarp();
+}
+// Sixteen bytes of every 64 of rows that lie in shared memory at multiples of 128 bytes, in pairs: lanes of odd rows take
+// the halves of 128 bytes in the other order, so that the eight lanes which are served at once use different banks.
+DEVICE void load_pair(const u16 *row, bool is_odd, uint4 &w0, uint4 &w1) {
+    const uint4 a = *(const uint4 *)(row + (is_odd ? 32 : 0)), b = *(const uint4 *)(row + (is_odd ? 0 : 32));
+    w0 = is_odd ? b : a, w1 = is_odd ? a : b;
 }
 // Two steps of k over a block of 32: two sums, so that they do not wait for each other.
 DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8, uint4 w) {

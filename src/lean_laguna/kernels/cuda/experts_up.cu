@@ -13,8 +13,7 @@
 #define ROW (K * BITS / 16)
 #define UNITS (RING / LOADS)
 #define STRIDE (K + 8)
-#define ROW_STRIDE (K + 32)
-#define RING_SIZE (BULK ? RING * 8 * ROW_STRIDE : RING * WARPS * 256)
+#define RING_SIZE (BULK ? RING * 8 * K : RING * WARPS * 256)
 
 struct Start {
     const u16 *codes;
@@ -24,7 +23,7 @@ struct Start {
 KERNEL(WARPS * 32, PROGRAMS)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
            const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *act, u16 *shared_act,
-           int *expert_ids, u8 *tables, const int *num_rows, float softcap) {
+           int *expert_ids, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
     float *sums = (float *)(tokens + COLS * STRIDE);
@@ -45,20 +44,19 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     };
 #if BULK
     u64 *arrivals = (u64 *)behind;
-    // The first warp asks for a unit, a row a lane.
+    // The last warp asks for a unit: its gate rows, its up rows.
     auto ask = [&](int slot, int unit) {
-        if (warp > 0 || unit >= count) return;
-        if (lane == 0) expect_bytes(arrivals + slot, 8 * K * 2);
-        __syncwarp();
-        if (lane < 8)
-            copy_bulk(ring + (slot * 8 + lane) * ROW_STRIDE,
-                      (unit < shared_units ? shared_weight : weight) + row_of(unit, lane) * K, K * 2, arrivals + slot);
+        if (thread != WARPS * 32 - 1 || unit >= count) return;
+        const u16 *from = unit < shared_units ? shared_weight : weight;
+        u16 *to = ring + slot * 8 * K;
+        expect_bytes(arrivals + slot, 8 * K * 2);
+        copy_bulk(to, from + row_of(unit, 0) * K, 4 * K * 2, arrivals + slot);
+        copy_bulk(to + 4 * K, from + row_of(unit, 4) * K, 4 * K * 2, arrivals + slot);
     };
-    if (thread == 0) {
+    if (thread == WARPS * 32 - 1) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
     }
-    __syncwarp();
     for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
 #else
     u32 *words = (u32 *)behind + thread;
@@ -86,7 +84,6 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     stamp(ASKED);
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
     const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
-    const bool writes_tables = blockIdx.x == gridDim.x - 1;
     int buffer = 0;
     auto choose = [&]() {
         for (int i = thread; i < live * (K / 8); i += WARPS * 32)
@@ -97,14 +94,9 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         route(routing, scores, own_bias, live, softcap);
 #endif
     };
-    // Not before: the next kernel reads the tables before it waits.
-    auto write_tables = [&]() {
+    auto write_ids = [&]() {
+        if (blockIdx.x != gridDim.x - 1) return;
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
-        for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
-            ((uint4 *)tables)[i] = ((const uint4 *)&routing)[i];
-        __threadfence();
-        __syncthreads();
-        let_next_start();
     };
     // Adds up the warps' parts of a unit; another unit's sums may be written once this barrier is passed.
     auto leave = [&](const float (&even)[4], const float (&odd)[4]) {
@@ -143,7 +135,8 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         if (is_real) {
             wait_for_inputs();
             stamp(WAITED);
-            if (!writes_tables) let_next_start();
+            // Not before: the next kernel reads the scores before it waits.
+            let_next_start();
         }
         choose();
         if (is_real) {
@@ -153,17 +146,26 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                 if (blockIdx.x + j * step >= shared_units) ask(j, blockIdx.x + j * step);
         }
         wait_for_copies();
-        if (is_real && writes_tables) write_tables();
+        if (is_real) write_ids();
         __syncthreads();
         if (is_real) stamp(PREPARED);
         for (int unit = blockIdx.x; unit < count || !is_real; unit += step) {
             float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
+            const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
             if (is_real) wait_for_bytes(arrivals + slot, parity);
 #pragma unroll
-            for (int k = 0; k < PART; k += 32)
+            for (int k = 0; k < PART; k += 64) {
+                uint4 w0, w1;
+                if (k + 32 < PART)
+                    load_pair(w + k, g & 1, w0, w1);
+                else
+                    w0 = *(const uint4 *)(w + k);
                 multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
+                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
+                if (k + 32 < PART)
+                    multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
+                                   has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
+            }
             leave(even, odd);
             if (is_real) ask(slot, unit + RING * step);
             add_up(unit, make_float2(1.0f, 1.0f), is_real ? live : 0);
@@ -174,7 +176,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
 #else
     wait_for_inputs();
     stamp(WAITED);
-    if (!writes_tables) let_next_start();
+    let_next_start();
     choose();
     count = shared_units + routing.num_slots * (F / 4);
     stamp(ROUTED);
@@ -202,7 +204,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, start.codes + (j % LOADS) * 32,
                               start.words + (j % LOADS) * words_an_item(FORMAT), unit >= shared_units && unit < count);
     }
-    if (writes_tables) write_tables();
+    write_ids();
     __syncthreads();
     stamp(PREPARED);
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,20 +26,14 @@ class CudaLayers:
     takes depends on its shape alone.
     """
 
-    def __init__(self, device: torch.device, layers: Sequence[LayerWeights] = ()):
+    def __init__(self, device: torch.device):
         """Set the routing tables aside.
 
         Args:
             device: Where the weights are.
-            layers: In the order they run, so that one may fetch ahead for the next; none if not known.
         """
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
-        self._following = {
-            id(layer): following.attention.qkv
-            for layer, following in itertools.pairwise(layers)
-            if following.attention.gate is None
-        }
         self._attends = cuda_attention.has_clusters(device)
 
     def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
@@ -92,7 +85,6 @@ class CudaLayers:
                 eps,
                 launch,
                 tap,
-                self._following.get(id(layer)),
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)

@@ -34,19 +34,15 @@ MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
 REHEARSE = 1
 """Whether kernels run once on stale data before they wait for their inputs, so that their code is there."""
-AHEAD_BYTES = 0
-"""Of the next layer's first projection, asked for into L2 by a lone row's router: memory is idle then."""
 BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
-ADD_RING = 12
-"""Steps of two such loads."""
-ADD_STAGES, LONE_ADD_STAGES = 5, 7
-"""Stages of 16 KiB; a lone row leaves room for more, most of which arrive during attention."""
+BULK_WIDTH = 1
+"""Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
+ADD_RING, LONE_ADD_RING = 12, 16
+"""Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
 LONE_DOWN_RING = 16
 """The same of down for a lone row, whose activations take little room: half of its weights."""
-LONE_DOWN_STAGES, DOWN_STAGES = 4, 3
-"""Experts' rows of a program of down on their way, 16 KiB each."""
 PACKED_RING = 8
 """The same where a load brings more columns, and scales."""
 PROGRAMS = 2
@@ -85,23 +81,19 @@ def _is_bulk(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and has_bulk_copies(weight.device)
 
 
-def _unit_ring(weight: Weight) -> tuple[int, int]:
+def _has_units(weight: Weight, launch: Launch) -> bool:
+    """Say whether units of 8 rows come by the copy engine."""
+    return _is_bulk(weight) and launch.cols <= BULK_WIDTH
+
+
+def _unit_ring(weight: Weight, launch: Launch) -> tuple[int, int]:
     """Return the length of a ring of a weight's units of 8 rows, and its bytes with what is kept beside."""
     k = weight.shape[-1]
-    if _is_bulk(weight):
+    if _has_units(weight, launch):
         ring = max(1, BULK_COLUMNS // k)
-        return ring, ring * (8 * (k + 32) * 2 + 8)
+        return ring, ring * (8 * k * 2 + 8)
     ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
     return ring, ring * THREADS * _item_bytes(weight)
-
-
-def _beyond_ring(weight: Weight, x: Tensor, launch: Launch) -> Tensor | None:
-    """Return what a projection's programs have not asked for when they start to wait; None where not bulk."""
-    if not _is_bulk(weight) or launch.cols > 1 or not AHEAD_BYTES:
-        return None
-    assert isinstance(weight, Tensor)
-    first = 8 * _unit_ring(weight)[0] * min(weight.shape[0] // 8, _num_programs(x, launch))
-    return weight[first:].flatten() if first < weight.shape[0] else None
 
 
 def _codes(weight: Weight) -> Tensor:
@@ -133,7 +125,6 @@ def project(
     gated: bool = False,
     normed: Tensor | None = None,
     rows: int = 0,
-    ahead: Tensor | None = None,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -148,15 +139,14 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
-        ahead: What a later kernel reads, asked for into L2, or None.
     """
     if isinstance(weight, Packed):
         packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
-    is_bulk, grid = _is_bulk(weight), min(units, _num_programs(x, launch))
-    ring, ring_bytes = _unit_ring(weight)
+    is_bulk, grid = _has_units(weight, launch), min(units, _num_programs(x, launch))
+    ring, ring_bytes = _unit_ring(weight, launch)
     tall = tall_log(weight)
     source = Source.of(
         "project",
@@ -166,8 +156,7 @@ def project(
         N=n,
         WARPS=WARPS,
         BULK=is_bulk,
-        REHEARSE=REHEARSE,
-        AHEAD=0 if ahead is None else min(AHEAD_BYTES, ahead.numel() * 2) // (grid * 8192),
+        REHEARSE=REHEARSE and is_bulk,
         RING=ring,
         COLS=launch.cols,
         GATED=gated,
@@ -182,7 +171,7 @@ def project(
     )
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (_codes(weight), scale_words(weight, tall), factors)
-    arguments = (x, norm, *weights, out, normed, ahead, num_rows, eps, x.stride(0), out.stride(0))
+    arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
@@ -214,13 +203,8 @@ def project_add(
     blocks, is_lone = k // THREADS, launch.cols == 1
     chunks, tall = _chunks(weight), tall_log(weight)
     items = 1 if chunks == 4 else 2
-    stage = 512 if k % 512 == 0 else 256
-    if _is_bulk(weight):
-        ring = min(LONE_ADD_STAGES if is_lone else ADD_STAGES, k // stage)
-        ring_bytes = ring * (16 * (stage + 32) * 2 + 8)
-    else:
-        ring = min(ADD_RING, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
-        ring_bytes = items * ring * THREADS * _item_bytes(weight)
+    most = LONE_ADD_RING if is_lone else ADD_RING
+    ring = min(most, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
     columns = min(chunks, 2)
     ahead = (c for c in range(4 if launch.cols <= 8 else 2, 0, -1) if blocks % c == 0 and c % columns == 0)
     source = Source.of(
@@ -230,8 +214,6 @@ def project_add(
         K=k,
         N=n,
         WARPS=WARPS,
-        BULK=_is_bulk(weight),
-        STAGE=stage,
         RING=ring,
         AHEAD=next(ahead),
         COLS=launch.cols,
@@ -239,7 +221,7 @@ def project_add(
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     words, factor = scale_words(weight, tall, pairs=True), unit_factors(weight)
     arguments = (x, _codes(weight), words, factor, hidden, tap, num_rows, *strides)
-    shared = ring_bytes + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
     launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
 
 
@@ -278,7 +260,6 @@ def run_experts(
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
-    following: Weight | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -294,18 +275,10 @@ def run_experts(
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
-        following: The next layer's first projection, or None.
     """
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
-    ahead = None if following is None else _beyond_ring(following, hidden, launch)
-    router = mlp.router_gate_up
-    project(hidden, mlp.norm, router, scores, num_rows, eps, launch, normed=normed, rows=experts, ahead=ahead)
-    if _has_packed(mlp):
-        packed_products.run_experts(
-            mlp, hidden, scores, normed, shared_act, routing, tables, num_rows, launch, tap
-        )
-        return
+    project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
     shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
     factors = expert_factors(mlp)
@@ -322,15 +295,15 @@ def run_experts(
         "FORMAT": code_of(mlp.gate_up),
     }
     table_bytes = routing_bytes(experts, mlp.top_k, cols)
-    ring, ring_bytes = _unit_ring(mlp.gate_up)
+    ring, ring_bytes = _unit_ring(mlp.gate_up, launch)
     programs = LONE_PROGRAMS if cols == 1 else 2
     up = Source.of(
         "experts_up",
-        REHEARSE=REHEARSE,
+        REHEARSE=REHEARSE and _has_units(mlp.gate_up, launch),
         K=d,
         RING=ring,
         TALL=up_tall,
-        BULK=_is_bulk(mlp.gate_up),
+        BULK=_has_units(mlp.gate_up, launch),
         PROGRAMS=programs,
         **constants,
     )
@@ -346,30 +319,33 @@ def run_experts(
         + 2 * WARPS * cols * 8 * 4
         + table_bytes
         + contest_bytes(experts, mlp.top_k, cols),
-        (*up_arguments, routing.expert_ids, tables, num_rows, float(mlp.softcap)),
+        (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
         launch,
     )
-    is_bulk = _is_bulk(mlp.down)
-    if is_bulk:
-        ring = LONE_DOWN_STAGES if cols == 1 else DOWN_STAGES
-        ring_bytes = ring * (16 * (max(f, fs) + 32) * 2 + 8)
-    else:
-        ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
-        ring_bytes = ring * THREADS * item
+    ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    down = Source.of(
-        "experts_down", N=d, RING=ring, TALL=down_tall, BULK=is_bulk, PROGRAMS=programs, **constants
-    )
+    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
     routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
     shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)
     shared_weights = (_codes(mlp.shared_down), shared_words, factors)
-    down_arguments = (routing.act, shared_act, tables, *routed_weights, *shared_weights, hidden, tap)
+    activations = (routing.act, shared_act, scores, mlp.bias)
+    down_arguments = (*activations, *routed_weights, *shared_weights, hidden, tap)
     launch_kernel(
         down,
         d // 16,
         THREADS,
-        ring_bytes + staged + WARPS * cols * 32 * 4 + table_bytes,
-        (*down_arguments, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0)),
+        ring * THREADS * item
+        + staged
+        + WARPS * cols * 32 * 4
+        + table_bytes
+        + contest_bytes(experts, mlp.top_k, cols),
+        (
+            *down_arguments,
+            num_rows,
+            float(mlp.scaling),
+            float(mlp.softcap),
+            0 if tap is None else tap.stride(0),
+        ),
         launch,
     )

@@ -4,8 +4,7 @@
 // a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
 // ahead; otherwise RING 16-byte loads in flight a lane;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// FORMAT of the weight (packed.cuh), TALL; REHEARSE 1: see below; AHEAD pieces of 8 KiB that a program asks for into L2 for
-// a later kernel, while this one leaves memory idle.
+// FORMAT of the weight (packed.cuh), TALL; REHEARSE 1: see below.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
 #include "packed.cuh"
 
@@ -16,11 +15,9 @@
 #define ROW (K * BITS / 16)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define STRIDE (K + 8)
-// Rows of a bulk unit lie so that the eight lanes which shared memory serves at once find it in different banks.
-#define ROW_STRIDE (K + 32)
-#define RING_SIZE (BULK ? RING * 8 * ROW_STRIDE : RING * WARPS * 256)
-// Elements set aside for the norm's weights, or for the squares of a lone row.
-#define SCALES (COLS == 1 ? K / 4 : K)
+#define RING_SIZE (BULK ? RING * 8 * K : RING * WARPS * 256)
+// Floats set aside for the norm: a lone row's squares, or the rows' inverses.
+#define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
 #define OUTPUTS (GATED ? 4 : 8)
 
 // The weight row that lane group g of a unit reads.
@@ -29,44 +26,58 @@ DEVICE size_t row_at(int unit, int g) {
     return (size_t)(unit * 8 + g);
 }
 
-// RMSNorm of all rows, each by one warp, where they stay.
-DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, u16 *normed, int live, float eps, int x_stride) {
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    for (int first = 0; first < live * (K / 8); first += 8 * WARPS * 32) {
-        uint4 piece[8];
+// RMSNorm of all rows, eight at a time: a thread keeps its pieces of each, a warp adds up a row's squares.
+DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)], u16 *tokens, float *inverses,
+                           u16 *normed, int live, float eps, int x_stride) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, own = warp * (PART / 8), count = PART / 8;
+    for (int first = 0; first < live; first += 8) {
+        const int rows = min(live - first, 8);
+        uint4 pieces[8][OWN_PIECES(K, WARPS)];
+        float *squares = (float *)(tokens + first * STRIDE);  // before the rows themselves
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int at = first + i * WARPS * 32 + thread, row = at / (K / 8);
-            if (row < live) piece[i] = load_fresh(x + (size_t)row * x_stride + at % (K / 8) * 8);
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+                if (r < rows && i * 32 + lane < count)
+                    pieces[r][i] = load_fresh(x + (size_t)(first + r) * x_stride + (own + i * 32 + lane) * 8);
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+                if (r < rows && i * 32 + lane < count) squares[r * (K / 8) + own + i * 32 + lane] = squares_of(pieces[r][i]);
+        __syncthreads();
+        for (int r = warp; r < rows; r += WARPS) {
+            float total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < K / 256; i++) total += squares[r * (K / 8) + i * 32 + lane];
+            total = sum_over_warp(total);
+            if (lane == 0) inverses[first + r] = rsqrtf(total / K + eps);
         }
+        __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int at = first + i * WARPS * 32 + thread, row = at / (K / 8);
-            if (row < live) *(uint4 *)(tokens + row * STRIDE + at % (K / 8) * 8) = piece[i];
+        for (int r = 0; r < 8; r++) {
+            if (r >= rows) continue;
+            const int row = first + r;
+            const float inverse = inverses[row];
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++) {
+                if (i * 32 + lane >= count) continue;
+                const int k = (own + i * 32 + lane) * 8;
+                const uint4 y = scaled(pieces[r][i], inverse, by[i]);
+                *(uint4 *)(tokens + row * STRIDE + k) = y;
+                if (NORMED && normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+            }
         }
     }
-    __syncthreads();
-    for (int row = warp; row < live; row += WARPS) {
-        u16 *own_row = tokens + row * STRIDE;
-        float squares = 0.0f;
-        for (int k = lane * 8; k < K; k += 256) squares += squares_of(*(const uint4 *)(own_row + k));
-        const float inverse = rsqrtf(sum_over_warp(squares) / K + eps);
-        for (int k = lane * 8; k < K; k += 256) {
-            const uint4 y = scaled(*(const uint4 *)(own_row + k), inverse, *(const uint4 *)(scale + k));
-            *(uint4 *)(own_row + k) = y;
-            if (NORMED && normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
-        }
-    }
-    __syncthreads();
+    __syncwarp();
 }
 
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
-        u16 *normed, const u16 *ahead, const int *num_rows, float eps, int x_stride, int out_stride) {
+        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
-    u16 *scale = tokens + COLS * STRIDE;
-    float *sums = (float *)(scale + SCALES);
+    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
     const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -74,18 +85,18 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     stamp(STARTED);
 #if BULK
     u64 *arrivals = (u64 *)(sums + 2 * WARPS * COLS * 8);
-    // The first warp asks for a unit, a row a lane.
+    // The last warp asks for a unit: few large copies, each of which takes a while to ask for.
     auto ask = [&](int slot, int unit) {
-        if (warp > 0 || unit >= count) return;
-        if (lane == 0) expect_bytes(arrivals + slot, 8 * K * 2);
-        __syncwarp();
-        if (lane < 8) copy_bulk(ring + (slot * 8 + lane) * ROW_STRIDE, weight + row_at(unit, lane) * K, K * 2, arrivals + slot);
+        if (thread != WARPS * 32 - 1 || unit >= count) return;
+        u16 *to = ring + slot * 8 * K;
+        expect_bytes(arrivals + slot, 8 * K * 2);
+        copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
+        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
     };
-    if (thread == 0) {
+    if (thread == WARPS * 32 - 1) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
     }
-    __syncwarp();
     for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
 #else
     u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
@@ -102,25 +113,21 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     }
 #endif
     uint4 own_scale[OWN_PIECES(K, WARPS)];
-    if (COLS == 1) {
 #pragma unroll
-        for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-            if (i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
-    } else {
-        for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
-    }
+    for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+        if (i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
     // How many rows there are changes only at the end of a step.
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
     auto normalise = [&](bool writes) {
         if (COLS == 1) {
-            normalise_row<K, WARPS>(x, own_scale, tokens, (float *)scale, eps);
+            normalise_row<K, WARPS>(x, own_scale, tokens, norms, eps);
             if (NORMED && writes && live && blockIdx.x == 0)
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            normalise_rows(x, scale, tokens, writes ? normed : nullptr, live, eps, x_stride);
+            normalise_rows(x, own_scale, tokens, norms, writes ? normed : nullptr, live, eps, x_stride);
         }
     };
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
@@ -157,20 +164,26 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
         if (is_real) {
             wait_for_inputs();
             stamp(WAITED);
-            if (AHEAD && warp == 1)
-                for (int i = lane; i < AHEAD; i += 32)
-                    prefetch_lasting(ahead + ((size_t)blockIdx.x * AHEAD + i) * 4096, 8192);
         }
         normalise(is_real);
         if (is_real) stamp(PREPARED);
         for (int unit = blockIdx.x; unit < count; unit += step) {
             float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            const u16 *w = ring + (slot * 8 + g) * ROW_STRIDE + warp * PART + 8 * t;
+            const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
             if (is_real) wait_for_bytes(arrivals + slot, parity);
 #pragma unroll
-            for (int k = 0; k < PART; k += 32)
+            for (int k = 0; k < PART; k += 64) {
+                uint4 w0, w1;
+                if (k + 32 < PART)
+                    load_pair(w + k, g & 1, w0, w1);
+                else
+                    w0 = *(const uint4 *)(w + k);
                 multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, *(const uint4 *)(w + k));
+                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
+                if (k + 32 < PART)
+                    multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
+                                   has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
+            }
             leave(even, odd);
             if (is_real) ask(slot, unit + RING * step);
             add_up(unit, 1.0f, 1.0f, is_real ? live : 0);
