@@ -123,6 +123,7 @@ def beyond(weights: Iterable[Tensor], kv_bytes: int) -> dict[str, Any]:
         "of_it_in_pieces_gib": round(stats["inactive_split_bytes.all.current"] / gib, 2),
         "outside_the_allocator_gib": round((used - reserved) / gib, 2),
         "largest": _largest(storages, kv_bytes),
+        "segments_with_room_mib": _pieces(),
         "triton_local_bytes": _local_bytes(),
     }
 
@@ -131,7 +132,7 @@ def _largest(known: dict[int, int], kv_bytes: int) -> dict[str, float]:
     """Return the largest tensors that are neither weights nor pages, with their sizes in MiB."""
     found: dict[int, tuple[int, str]] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.is_cuda and thing.numel():
+        if type(thing) in (Tensor, torch.nn.Parameter) and thing.is_cuda and thing.numel():
             storage = thing.untyped_storage()
             at, size = storage.data_ptr(), storage.nbytes()
             if at not in known and size < kv_bytes // 16:
@@ -143,6 +144,15 @@ def _largest(known: dict[int, int], kv_bytes: int) -> dict[str, float]:
     }
 
 
+def _pieces() -> list[tuple[float, float]]:
+    """Return the allocator's segments with most unused in them: size and unused, MiB."""
+    found = []
+    for segment in torch.cuda.memory_snapshot():
+        unused = segment["total_size"] - segment["allocated_size"]
+        found.append((round(segment["total_size"] / MIB, 1), round(unused / MIB, 1)))
+    return sorted(found, key=lambda pair: -pair[1])[:16]
+
+
 def _local_bytes() -> dict[str, int]:
     """Return the Triton kernels with most local memory, bytes a thread: the driver sets it aside for all."""
     try:
@@ -150,7 +160,7 @@ def _local_bytes() -> dict[str, int]:
 
         found = {}
         for thing in gc.get_objects():
-            if isinstance(thing, CompiledKernel) and getattr(thing, "n_spills", None):
+            if type(thing) is CompiledKernel and getattr(thing, "n_spills", None):
                 found[thing.metadata.name] = max(found.get(thing.metadata.name, 0), int(thing.n_spills))
         return dict(sorted(found.items(), key=lambda item: -item[1])[:8])
     except Exception as error:  # another Triton keeps its kernels elsewhere
