@@ -64,6 +64,7 @@ class DraftLengths:
         verify_s: float,
         num_made_tokens: int | None = None,
         is_usual: bool = True,
+        are_earlier: bool = False,
     ) -> None:
         """Report a step that only decoded.
 
@@ -76,13 +77,14 @@ class DraftLengths:
             verify_s: Seconds for the rest.
             num_made_tokens: Longest draft made for it, where it was scheduled.
             is_usual: The times are those of steps of this length.
+            are_earlier: The step was launched before the one last chosen for; all its drafts are a drafter's.
         """
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
             return
-        # Steps that were launched ahead speak for fewer sequences, once some of them have ended.
         chosen = [self._chosen_of.get(sequence, 0) for sequence in sequences]
-        if any(num_drafts > most for (num_drafts, _), most in zip(accepted, chosen, strict=True)):
+        are_foreseen = (num > most for (num, _), most in zip(accepted, chosen, strict=True))
+        if not are_earlier and any(are_foreseen):
             return
         schedule = self.controller.schedule
         self.controller.observe(

@@ -349,7 +349,7 @@ class GpuEngine(LLMEngine):
             is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
             is_usual = is_usual and is_whole and not is_widened
             begin = launched.marks[0]
-            if lane.draft_s is None and lane.first_drafts is not None and self._schedule is None:
+            if lane.draft_s is None and lane.first_drafts is not None:
                 # So that a length tried for one step, which lays everything out anew, teaches something.
                 lane.draft_s, begin = seconds_between(*lane.first_drafts), lane.first_drafts[0]
             if self._last_end is not None:
@@ -372,6 +372,7 @@ class GpuEngine(LLMEngine):
                 verify_s=verify_s,
                 num_made_tokens=made,
                 is_usual=is_usual,
+                are_earlier=True,
             )
 
     def _commit(

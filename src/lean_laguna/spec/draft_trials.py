@@ -76,6 +76,7 @@ class Trials:
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
     _patience: dict[int, int] = field(default_factory=dict)
+    _not_before: dict[int, int] = field(default_factory=dict)
     _last_draft: int = 0
     _disturbed_until: int = 0
     _lead_wait: int = _LEAD_WAITS[0]
@@ -112,6 +113,7 @@ class Trials:
         hoped = [
             (k, rates[k] / (1 - doubt))
             for k, doubt in doubts.items()
+            if self._num_steps >= self._not_before.get(k, 0)
             if doubt or self.least_gain(k, known.counts[k]) > self.policy.hysteresis
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
@@ -136,7 +138,8 @@ class Trials:
     def is_waiting(self) -> bool:
         """Whether a trial has not been heard of; to be asked once a step."""
         self._waited += 1
-        if self._waited > _GIVEN_UP_AFTER:
+        if self.pending is not None and self._waited > _GIVEN_UP_AFTER:
+            self._not_before[self.pending] = self._num_steps + self.policy.recheck_steps
             self.pending = None
         return self.pending is not None
 

@@ -139,3 +139,5 @@ def test_a_step_launched_ahead_may_speak_for_fewer_sequences_than_were_chosen_fo
     assert controller.told[-1][:2] == (6, 1)
     lengths.observe([second], [(7, 2)], draft_s=1.0, verify_s=1.0)
     assert controller.told[-1][3] == [(6, 2)]
+    lengths.observe([second], [(7, 2)], draft_s=1.0, verify_s=1.0, are_earlier=True)
+    assert controller.told[-1][3] == [(7, 2)], "more were chosen then"

@@ -157,6 +157,7 @@ def test_a_trial_is_awaited_but_not_for_ever():
     assert not made.observe(3, 1.5, 1.5, 1.5, is_off=False), "of a step launched before it"
     assert not made.is_waiting
     assert made.pending is None
+    assert made.choose(Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9]), 3) is None, "not at once again"
 
 
 def test_while_off_drafting_is_tried_less_and_less_often_until_it_pays():
