@@ -13,7 +13,6 @@ from lean_laguna.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lean_laguna.cli.terminal import Terminal
-    from lean_laguna.convert.quantize import QuantizeResult
     from lean_laguna.convert.source import Source
     from lean_laguna.quant.scheme import WeightScheme
 
@@ -40,7 +39,7 @@ goes on. Exit status 1 where --like finds differing bytes.
                             --max-text-tokens N (4096); for a drafter, --target NAME: acceptance on
                             --prompts SET (mixed)
   --device auto|cpu|cuda    where weights are encoded, to the same bytes, and checked
-  --workers N, --json       processes (one per CPU, up to 16); one line of JSON last, alone on stdout
+  --workers N, --json       processes (one per CPU, up to 16); one JSON line last, alone on stdout
 
 example: lean-laguna convert quantize nano nano-nvfp4 --scheme nvfp4 --check
 """
@@ -75,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         LeanLagunaError: A mistake in the call or its input.
     """
     _check_words(args)
+    from lean_laguna.cli.quantize_report import describe, print_table
     from lean_laguna.cli.terminal import Terminal
     from lean_laguna.convert.quantize import default_workers, quantize
     from lean_laguna.convert.source import open_source
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         )
     cpu_s = time.process_time() - cpu_started + result.workers_cpu_s
     report |= {"num_workers": workers, "conversion_s": time.monotonic() - started, "cpu_s": cpu_s}
-    report |= _describe(result, schemes, source)
-    _table(report, terminal)
+    report |= describe(result, schemes, source)
+    print_table(report, terminal)
     if args.check:
         report["errors"] = {module: error.relative for module, error in result.errors.items()}
         report |= _quality(args, source, text, terminal)
@@ -194,89 +194,53 @@ def _like(
     return schemes, proof.has_shared_divisors, 1 if proof.num_differing_bytes else 0
 
 
-def _describe(result: QuantizeResult, schemes: dict[str, WeightScheme], source: Source) -> dict[str, Any]:
-    from lean_laguna.convert.modules import class_of
-    from lean_laguna.convert.weight_encoder import WeightError
-    from lean_laguna.core.memory import peak_rss_bytes
-
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    errors: dict[tuple[str, str], WeightError] = {}
-    worst: dict[tuple[str, str], tuple[float, str]] = {}
-    for module, scheme in schemes.items():
-        key = (str(class_of(module)), scheme.name)
-        row = rows.setdefault(key, {"class": key[0], "scheme": key[1], "num_modules": 0, "num_weights": 0})
-        row["num_modules"] += 1
-        row["num_weights"] += source.shapes[module][0] * source.shapes[module][1]
-        if module in result.errors:
-            error = result.errors[module]
-            errors[key] = errors.get(key, WeightError()) + error
-            worst[key] = max(worst.get(key, (0.0, "")), (error.relative, module))
-    for key, error in errors.items():
-        rows[key] |= {
-            "relative_error": error.relative,
-            "largest_error": error.largest,
-            "worst_module": worst[key][1],
-            "worst_relative_error": worst[key][0],
-        }
-    return {
-        "modules": list(rows.values()),
-        "source_bytes": result.source_bytes,
-        "written_bytes": result.written_bytes,
-        "num_resumed_files": result.num_resumed_files,
-        "peak_rss_bytes": peak_rss_bytes() + result.workers_peak_rss_bytes,
-    }
-
-
-def _table(report: dict[str, Any], terminal: Terminal) -> None:
-    from rich.table import Table
-
-    has_errors = any("relative_error" in row for row in report["modules"])
-    heads = ["modules", "scheme", "linears", "weights"] + ["error", "worst", "worst linear"] * has_errors
-    table = Table(*heads, box=None)
-    for row in report["modules"]:
-        cells = [row["class"], row["scheme"], f"{row['num_modules']:,}", f"{row['num_weights']:,}"]
-        if has_errors:
-            cells += [
-                f"{row['relative_error']:.2%}",
-                f"{row['worst_relative_error']:.2%}",
-                row["worst_module"],
-            ]
-        table.add_row(*cells)
-    terminal.report(table)
-    terminal.report(
-        f"{report['source_bytes'] / 1e9:.3f} GB became {report['written_bytes'] / 1e9:.3f} GB in "
-        f"{report['conversion_s']:.1f} s, {report['peak_rss_bytes'] / 1e9:.2f} GB of memory: "
-        f"{report['destination']}"
-    )
-
-
 def _quality(
     args: argparse.Namespace, source: Source, text: str | None, terminal: Terminal
 ) -> dict[str, Any]:
-    from lean_laguna.convert.quality import compare_acceptance, compare_on_text
+    if text is not None:
+        return {"text": _on_text(args, source, text, terminal)}
+    if args.target is not None:
+        return {"acceptance": _acceptance(args, source, terminal)}
+    more = "--target NAME compares acceptance" if source.is_drafter else "--text FILE compares perplexity"
+    terminal.note(f"only the weights were compared: {more} too")
+    return {}
+
+
+def _on_text(args: argparse.Namespace, source: Source, text: str, terminal: Terminal) -> dict[str, Any]:
+    from lean_laguna.convert.quality import compare_on_text
     from lean_laguna.engine.loading import resolve_device, resolve_dtype
 
-    if text is not None:
-        device = resolve_device(args.device)
-        dtype = resolve_dtype("auto", device)
-        limit = args.max_text_tokens
+    device = resolve_device(args.device)
+    with terminal.progress() as show:
         found = compare_on_text(
-            source.path, args.destination, text, device=device, dtype=dtype, max_tokens=limit
+            source.path,
+            args.destination,
+            text,
+            device=device,
+            dtype=resolve_dtype("auto", device),
+            max_tokens=args.max_text_tokens,
+            progress=show,
         )
-        terminal.report(
-            f"perplexity {found.perplexity_before:.3f} became {found.perplexity_after:.3f}, and the "
-            f"likeliest token is the same at {found.greedy_agreement:.1%} of {found.num_tokens:,} positions"
-        )
-        return {"text": dataclasses.asdict(found)}
-    if args.target is not None:
-        from lean_laguna.tasks.prompts import load_prompts
+    change = found.perplexity_after / found.perplexity_before - 1
+    terminal.report(
+        f"perplexity {found.perplexity_before:.3f} became {found.perplexity_after:.3f} ({change:+.2%}), and "
+        f"the likeliest token is the same at {found.greedy_agreement:.1%} of {found.num_tokens:,} positions"
+    )
+    return dataclasses.asdict(found)
 
-        prompts = [prompt.prompt for prompt in load_prompts(args.prompts).prompts]
-        accepted = compare_acceptance(args.target, source.path, args.destination, prompts, device=args.device)
-        before, after = accepted.acceptance_length_before, accepted.acceptance_length_after
-        terminal.report(
-            f"mean acceptance length {before or 1:.3f} became {after or 1:.3f}, greedy, "
-            f"{accepted.num_speculative_tokens} drafts a step, {accepted.num_prompts} prompts"
+
+def _acceptance(args: argparse.Namespace, source: Source, terminal: Terminal) -> dict[str, Any]:
+    from lean_laguna.convert.quality import compare_acceptance
+    from lean_laguna.tasks.prompts import load_prompts
+
+    prompts = [prompt.prompt for prompt in load_prompts(args.prompts).prompts]
+    with terminal.progress() as show:
+        found = compare_acceptance(
+            args.target, source.path, args.destination, prompts, device=args.device, progress=show
         )
-        return {"acceptance": dataclasses.asdict(accepted)}
-    return {}
+    before, after = found.acceptance_length_before or 1, found.acceptance_length_after or 1
+    terminal.report(
+        f"mean acceptance length {before:.3f} became {after:.3f} ({after / before - 1:+.1%}), greedy, "
+        f"{found.num_speculative_tokens} drafts a step, {found.num_prompts} prompts"
+    )
+    return dataclasses.asdict(found)

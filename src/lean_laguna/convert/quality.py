@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.tokenizer import Tokenizer
 
 WINDOW = 512
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def compare_on_text(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
+    progress: Progress | None = None,
 ) -> TextQuality:
     """Score a text by two checkpoints, one after the other, so that only one is in memory.
 
@@ -65,6 +67,7 @@ def compare_on_text(
         device: Where they run.
         dtype: Of the weights and the arithmetic.
         max_tokens: Use no more of the text's tokens than these.
+        progress: Called with tokens scored, tokens to score and which checkpoint it is.
 
     Raises:
         DataError: The text has fewer than two tokens.
@@ -74,7 +77,10 @@ def compare_on_text(
     if len(ids) < 2:
         raise DataError(f"the text to check on has {len(ids)} tokens; expected at least 2")
     tokens = torch.tensor(ids)
-    scores = [_score(folder, tokens, device, dtype) for folder in (before, after)]
+    scores = [
+        _score(folder, tokens, device, dtype, progress, num_scored)
+        for folder, num_scored in ((before, 0), (after, len(ids)))
+    ]
     losses, likeliest = zip(*scores, strict=True)
     return TextQuality(
         losses[0].numel(),
@@ -93,6 +99,7 @@ def compare_acceptance(
     num_speculative_tokens: int = 7,
     max_tokens: int = 64,
     device: str = "auto",
+    progress: Progress | None = None,
 ) -> DrafterQuality:
     """Measure a drafter's mean acceptance length before and after, by greedy generation.
 
@@ -104,28 +111,38 @@ def compare_acceptance(
         num_speculative_tokens: Draft tokens per step, no more than the drafter's limit.
         max_tokens: Tokens per prompt.
         device: Where they run.
+        progress: Called with drafters measured, 2 and which is next.
 
     Raises:
         CheckpointError: A checkpoint cannot be loaded.
         ConfigError: The drafter is not this target's.
     """
     found = []
-    for folder in (before, after):
+    for i, folder in enumerate((before, after)):
         speculation = {"model": str(folder), "num_speculative_tokens": num_speculative_tokens}
         llm = LLM(target, speculative_config=speculation, device=device)
+        if progress is not None:
+            progress(i, 2, f"{folder.name}: acceptance")
         llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=max_tokens))
         found.append(llm.stats().speculation.mean_acceptance_length)
     return DrafterQuality(len(prompts), num_speculative_tokens, found[0], found[1])
 
 
 def _score(
-    folder: Path, tokens: Tensor, device: torch.device | str, dtype: torch.dtype
+    folder: Path,
+    tokens: Tensor,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    num_scored: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses and likeliest tokens of a text's tokens but the first of each window."""
     model = load_laguna(folder, device=device, dtype=dtype)
     losses, likeliest = [], []
     with torch.inference_mode():
-        for window in tokens.split(WINDOW):
+        for i, window in enumerate(tokens.split(WINDOW)):
+            if progress is not None:
+                progress(num_scored + i * WINDOW, 2 * len(tokens), f"{folder.name}: perplexity")
             if len(window) < 2:
                 continue
             given, expected = window[:-1].to(device), window[1:].to(device)

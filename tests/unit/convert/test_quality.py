@@ -24,7 +24,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_agrees_with_itself(target: Path) -> None:
-    found = compare_on_text(target, target, TEXT)
+    seen: list[tuple[int, int, str]] = []
+    found = compare_on_text(target, target, TEXT, progress=lambda *said: seen.append(said))
+    assert [done for done, _, _ in seen] == [0, found.num_tokens + 1]
+    assert {(total, what) for _, total, what in seen} == {(seen[1][0] * 2, f"{target.name}: perplexity")}
     assert found.perplexity_before == found.perplexity_after
     assert found.greedy_agreement == 1.0
 
