@@ -120,7 +120,9 @@ def test_a_broken_index_is_named(tmp_path):
     write(tmp_path, a=torch.ones(1))
     for text in ("{", "{}", '{"weight_map": 3}'):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"index\.json: cannot be read as a weight index"):
+        with pytest.raises(
+            CheckpointError, match=r"index\.json: (cannot be read as JSON|'weight_map' must be an object)"
+        ):
             CheckpointReader(tmp_path)
 
 
