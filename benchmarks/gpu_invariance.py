@@ -51,7 +51,6 @@ TILES = {
 }
 CUDA = {
     "as the engine has it": {},
-    "4 warps split K": {(products, "WARPS"): 4, (products, "THREADS"): 128},
     "twice the ring": {
         (products, "MAX_RING"): 32,
         (products, "BULK_COLUMNS"): 8192,
