@@ -52,6 +52,18 @@ def test_every_row_gets_the_options_with_its_own_prefix(data, params, prompt, ou
     assert np.array_equal(scores, expected[first:])
 
 
+@pytest.mark.parametrize("penalty", [1e-320, 1e-308, 1e308])
+def test_the_strongest_repetition_penalty_leaves_numbers(penalty):
+    params = SamplingParams(max_tokens=None, repetition_penalty=penalty, frequency_penalty=2.0)
+    request = SamplingRequest(params, [1, 2, 3], seed=0, vocab_size=V, eos_token_ids=(3,), bad_word_ids=[])
+    scores = np.array([[3.0, 5.0, -7.0, 0.0, *range(V - 4)]])
+    apply_logits_options(scores, request, [])
+    apply_temperature(scores, np.array([0.7]))
+    assert not np.isnan(scores).any()
+    assert scores.max() == 0
+    assert scores[0].argmax() == (1 if penalty < 1 else V - 1)
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     rows_of_logits,

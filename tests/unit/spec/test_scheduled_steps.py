@@ -55,6 +55,48 @@ def test_a_drafter_that_is_wrong_about_itself_is_not_followed_for_long():
     assert caps.count(3) > 400
 
 
+def fixed_after(steps, schedule, *, chances, draft_s=None, num=200, verify_s=VERIFY_S):
+    """Return how many of the last steps were scheduled; all blocks are alike, and true to their chances."""
+    known, draw, scheduled = StepTimes(), random.Random(3), 0
+    for k in range(16):
+        known.add(k, DRAFT_S[k], verify_s[k])
+    for i in range(num):
+        cap = steps.choose(schedule, known, 1, 7, 2.0, 15)
+        is_scheduled = schedule.costs is not None
+        survival = list(itertools.accumulate([chances(draw)] * cap, lambda a, b: a * b))
+        sent = schedule.costs.best_length([survival]) if is_scheduled else cap
+        chance = survival[0]
+        accepted = next((k for k in range(sent) if draw.random() > chance), sent)
+        schedule.survival = [survival] if is_scheduled or schedule.is_always_told else [[]]
+        took = draft_s if draft_s is not None and is_scheduled else DRAFT_S[cap]
+        steps.observe(schedule, known, (sent, cap if is_scheduled else None, 7), took, [(sent, accepted)])
+        scheduled += is_scheduled and i >= num // 2
+    return scheduled
+
+
+def test_where_all_drafts_are_worth_sending_steps_are_fixed_again():
+    steps = ScheduledSteps()
+    assert (
+        fixed_after(steps, DraftSchedule(row_tiles=(8, 16), compares_caps=False), chances=lambda _: 0.97) < 10
+    )
+    assert steps.gain == 1.0
+
+
+def test_a_schedule_that_takes_longer_than_it_saves_is_left():
+    dear, schedule = 3.0, DraftSchedule(row_tiles=(8, 16), compares_caps=False)
+    mixed = lambda draw: draw.choice([0.2, 0.99])  # noqa: E731
+    assert fixed_after(ScheduledSteps(), schedule, chances=mixed, draft_s=dear) < 10
+    assert fixed_after(ScheduledSteps(), schedule, chances=mixed) > 60
+
+
+def test_where_chances_are_always_told_no_step_is_scheduled_to_look():
+    steps = ScheduledSteps()
+    schedule = DraftSchedule(row_tiles=(8, 16), compares_caps=False, is_always_told=True)
+    flat = [1 + 0.001 * k for k in range(16)]
+    assert fixed_after(steps, schedule, chances=lambda _: 0.9, verify_s=flat) == 0
+    assert fixed_after(steps, schedule, chances=lambda draw: draw.choice([0.2, 0.99]), num=800) > 100, "again"
+
+
 @pytest.mark.parametrize(
     ("tiles", "batch", "expected"),
     [((2, 4, 8, 12, 16), 1, [1, 3, 7, 11, 15]), ((8, 16), 1, [7, 15]), ((8, 16), 2, [3, 7, 15])],
