@@ -108,14 +108,16 @@ template <int KIND, int LENGTH, int PARTS> struct Rows8 {
 template <int KIND, int LENGTH, int PARTS> struct Unit {
     using Own = Rows8<KIND, LENGTH, PARTS>;
     enum { BYTES = 2 * (Own::CODES + Own::WORDS) };
-    // By one thread.
+    // By one thread; NEXT: the second block follows the first.
+    template <bool NEXT>
     static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t first, size_t second, u64 *arrival) {
         expect_bytes(arrival, BYTES);
-        copy_bulk(slot, codes + first * Own::CODES, Own::CODES, arrival);
-        copy_bulk(slot + Own::CODES, codes + second * Own::CODES, Own::CODES, arrival);
+        copy_bulk(slot, codes + first * Own::CODES, NEXT ? 2 * Own::CODES : Own::CODES, arrival);
+        if (!NEXT) copy_bulk(slot + Own::CODES, codes + second * Own::CODES, Own::CODES, arrival);
         slot += 2 * Own::CODES;
-        copy_bulk(slot, scales + Own::scales_at(first), Own::WORDS, arrival);
-        copy_bulk(slot + Own::WORDS, scales + Own::scales_at(second), Own::WORDS, arrival);
+        const bool is_one = NEXT && !is_tall(KIND);
+        copy_bulk(slot, scales + Own::scales_at(first), is_one ? 2 * Own::WORDS : Own::WORDS, arrival);
+        if (!is_one) copy_bulk(slot + Own::WORDS, scales + Own::scales_at(second), Own::WORDS, arrival);
     }
     // Multiply this warp's part. `tokens` is this lane's place in the row of its token, `stride` from a row to the next.
     template <int HALVES>
@@ -144,46 +146,46 @@ template <int KIND, int LENGTH, int PARTS> struct Unit {
     }
 };
 
-// 16 rows of one warp's part of K, as products that add to the residual take them: 4 bits by 16 rows, 8 bits by 8.
-// A step is 64 columns of all 16 rows; BYTES and WORDS are those of STEPS steps.
-template <int KIND, int LENGTH, int PARTS, int STEPS> struct Pair16 {
+// 16 rows as products that add to the residual take them: 4 bits by 16 rows, 8 bits by 8; a step is 64 columns of each.
+// A slot holds one warp's part of K, or ALL warps'.
+template <int KIND, int LENGTH, int PARTS, bool ALL> struct Pair16 {
     enum {
         IS_SMALL = bits_of(KIND) == 4,
         ITEMS = IS_SMALL ? 1 : 2,
-        ALL_STEPS = LENGTH / PARTS / 64,
-        STEP_WORDS = KIND == FP4 ? 64 : KIND == INT4 || !is_tall(KIND) ? 32 : 4,  // bytes an item
-        WORDS = is_tall(KIND) ? LENGTH / 16 : ITEMS * STEPS * STEP_WORDS,
-        BYTES = ITEMS * STEPS * 512 + WORDS
+        STEPS = LENGTH / PARTS / 64,
+        STEP_WORDS = KIND == FP4 ? 64 : 32,  // bytes an item
+        WARPS_HERE = ALL ? PARTS : 1,
+        CODES = ITEMS * STEPS * 512 * WARPS_HERE,
+        WORDS = is_tall(KIND) ? LENGTH / 16 : ITEMS * STEPS * STEP_WORDS * WARPS_HERE,
+        BYTES = CODES + WORDS
     };
-    // By one lane: steps `first` on of a pair of blocks counted through a bank.
-    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t pair, int warp, int first, u64 *arrival) {
+    // By one thread: rows of a pair of blocks, counted through a bank. Many small copies are slow to ask for.
+    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t pair, int warp, u64 *arrival) {
         expect_bytes(arrival, BYTES);
 #pragma unroll
-        for (int half = 0; half < ITEMS; half++) {
-            const size_t at = ((pair * ITEMS + half) * PARTS + warp) * ALL_STEPS + first;
-            copy_bulk(slot + half * STEPS * 512, codes + at * 512, STEPS * 512, arrival);
-            if (!is_tall(KIND))
-                copy_bulk(slot + ITEMS * STEPS * 512 + half * STEPS * STEP_WORDS, scales + at * STEP_WORDS,
-                          STEPS * STEP_WORDS, arrival);
+        for (int half = 0; half < (ALL ? 1 : ITEMS); half++) {
+            const int here = ALL ? CODES : CODES / ITEMS, words_here = ALL ? WORDS : WORDS / ITEMS;
+            const size_t at = ALL ? pair * ITEMS * PARTS * STEPS : ((pair * ITEMS + half) * PARTS + warp) * STEPS;
+            copy_bulk(slot + half * here, codes + at * 512, here, arrival);
+            if (!is_tall(KIND)) copy_bulk(slot + CODES + half * words_here, scales + at * STEP_WORDS, words_here, arrival);
         }
-        if (is_tall(KIND))
-            copy_bulk(slot + ITEMS * STEPS * 512, scales + (pair >> (TALL > 4 ? TALL - 4 : 0)) * WORDS, WORDS, arrival);
+        if (is_tall(KIND)) copy_bulk(slot + CODES, scales + (pair >> (TALL > 4 ? TALL - 4 : 0)) * WORDS, WORDS, arrival);
     }
     // Items of a step, and their words of scales.
-    static DEVICE_METHOD void take(uint4 (&w)[2], u32 (&by)[2], const u8 *slot, int step, int first, int warp, int lane) {
+    static DEVICE_METHOD void take(uint4 (&w)[2], u32 (&by)[2], const u8 *slot, int step, int warp, int lane) {
         const int g = lane >> 2, t = lane & 3;
-        const u32 *words = (const u32 *)(slot + ITEMS * STEPS * 512);
+        const u32 *words = (const u32 *)(slot + CODES);
 #pragma unroll
         for (int half = 0; half < ITEMS; half++) {
-            const int at = half * STEPS + step;
+            const int at = (ALL ? half * PARTS + warp : half) * STEPS + step;
             w[half] = *(const uint4 *)(slot + at * 512 + lane * 16);
-            by[half] = is_tall(KIND) ? words[warp * ALL_STEPS + first + step]
+            by[half] = is_tall(KIND) ? words[warp * STEPS + step]
                                      : words[at * (STEP_WORDS / 4) + (KIND == FP4 ? g * 2 + (t >> 1) : g)];
         }
     }
     // Chunk c of a step's columns: the first 8 rows, or the 8 below.
     static DEVICE_METHOD uint4 chunk(const uint4 (&w)[2], const u32 (&by)[2], int half, int c) {
-        return IS_SMALL ? decoded<KIND>(w[0], by[0], 2 * half + c) : decoded<KIND>(w[IS_SMALL ? 0 : half], by[IS_SMALL ? 0 : half], c);
+        return IS_SMALL ? decoded<KIND>(w[0], by[0], 2 * half + c) : decoded<KIND>(w[half], by[half], c);
     }
 };
 

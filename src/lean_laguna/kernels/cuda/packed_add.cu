@@ -1,13 +1,11 @@
 // project_add.cu with packed weights: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh; PIECE_STEPS of 64 columns that come
-// together. One program owns 16 weight rows, which are the 16 rows of the matrix instruction: the grid is N / 16. Each
-// warp takes its own part of K and asks for all of its weights at once; x comes straight from L2, a lone row by way of
-// shared memory.
+// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh. One program owns 16 weight rows,
+// which are the 16 rows of the matrix instruction: the grid is N / 16. Each warp takes its own part of K and asks for all
+// of its weights at once; x comes straight from L2, a lone row by way of shared memory.
 #include "packed.cuh"
 
 #define PART (K / WARPS)
-#define PIECES (PART / 64 / PIECE_STEPS)
 #define STAGED (COLS == 1)
 #define HALVES (COLS > 8 ? 2 : 1)
 #define BLOCKS (PART / 32)
@@ -16,21 +14,20 @@
 KERNEL(WARPS * 32, PROGRAMS)
 packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factors, u16 *hidden, u16 *tap,
            const int *num_rows, int x_stride, int hidden_stride, int tap_stride) {
-    using Own = Pair16<FORMAT, K, WARPS, PIECE_STEPS>;
+    using Own = Pair16<FORMAT, K, WARPS, false>;
     EXTERN_SHARED(u8, slots);
-    float *sums = (float *)(slots + WARPS * PIECES * Own::BYTES);
+    float *sums = (float *)(slots + WARPS * Own::BYTES);
     u16 *row = (u16 *)(sums + WARPS * COLS * SUM_STRIDE);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    u64 *arrivals = (u64 *)(row + (STAGED ? K : 0)) + warp * PIECES;
-    u8 *own_slots = slots + warp * PIECES * Own::BYTES;
+    u64 *arrival = (u64 *)(row + (STAGED ? K : 0)) + warp;
+    u8 *slot = slots + warp * Own::BYTES;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
     stamp(STARTED);
     if (lane == 0) {
-        for (int i = 0; i < PIECES; i++) init_arrival(arrivals + i);
+        init_arrival(arrival);
         show_arrivals();
-        for (int i = 0; i < PIECES; i++)
-            Own::ask(own_slots + i * Own::BYTES, weight, scales, blockIdx.x, warp, i * PIECE_STEPS, arrivals + i);
+        Own::ask(slot, weight, scales, blockIdx.x, warp, arrival);
     }
     __syncwarp();
     const int live = min(load_fresh32(num_rows), COLS);
@@ -63,14 +60,14 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
     stamp(PREPARED);
     float even[HALVES][4] = {}, odd[HALVES][4] = {};
+    wait_for_bytes(arrival, 0);
     for (int first = 0; first < BLOCKS; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i += 2) {
-            const int k = first + i, piece = k / 2 / PIECE_STEPS;
+            const int k = first + i;
             uint4 w[2];
             u32 by[2];
-            if (k / 2 % PIECE_STEPS == 0) wait_for_bytes(arrivals + piece, 0);
-            Own::take(w, by, own_slots + piece * Own::BYTES, k / 2 % PIECE_STEPS, piece * PIECE_STEPS, warp, lane);
+            Own::take(w, by, slot, k / 2, warp, lane);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);

@@ -1,9 +1,9 @@
 // experts_down.cu with packed weights: down of the chosen experts, their weighted sum, the shared expert's down and the
 // residual, in one store.
 //
-// -D: E, A, N, F, FS, WARPS, COLS, PROGRAMS as in experts_down.cu; FORMAT and TALL of packed.cuh; PLACES experts on their
-// way. A program owns 16 output columns, which are the 16 rows of the matrix instruction, and walks the live experts in
-// ascending id; each warp takes its own part of F and asks for its own weights.
+// -D: E, A, N, F, FS, WARPS, COLS, PROGRAMS as in experts_down.cu; FORMAT and TALL of packed.cuh; PLACES for experts'
+// weights on their way. A program owns 16 output columns, which are the 16 rows of the matrix instruction, and walks the
+// live experts in ascending id, which it finds itself as in experts_down.cu; each warp takes its own part of F.
 #include "packed.cuh"
 #include "routing.cuh"
 
@@ -12,47 +12,53 @@
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
 #define HALVES (COLS > 8 ? 2 : 1)
+#define FREED (PLACES > 1 ? PLACES / 2 : 1)
 
 KERNEL(WARPS * 32, PROGRAMS)
-packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *weight, const u8 *scales,
-            const u8 *shared_weight, const u8 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
-            const int *num_rows, float scaling, int tap_stride) {
-    enum { STEPS = PART / 64, SHARED_STEPS = SHARED_PART / 64 };
-    using Own = Pair16<FORMAT, F, WARPS, STEPS>;
-    using SharedOwn = Pair16<FORMAT, FS, WARPS, SHARED_STEPS>;
+packed_down(const u16 *act, const u16 *shared_act, const u16 *scores, const float *bias, const u8 *weight,
+            const u8 *scales, const u8 *shared_weight, const u8 *shared_scales, const float *factors, u16 *hidden,
+            u16 *tap, const int *num_rows, float scaling, float softcap, int tap_stride) {
+    using Own = Pair16<FORMAT, F, WARPS, true>;
+    using SharedOwn = Pair16<FORMAT, FS, WARPS, true>;
     EXTERN_SHARED(u8, slots);
-    u16 *tokens = (u16 *)(slots + WARPS * (PLACES * Own::BYTES + SharedOwn::BYTES));
+    u16 *tokens = (u16 *)(slots + PLACES * Own::BYTES + SharedOwn::BYTES);
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * SUM_STRIDE);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    u64 *arrivals = (u64 *)(&routing + 1) + warp * (PLACES + 1);
+    Contest &contest = *(Contest *)(&routing + 1);
+    u64 *arrivals = (u64 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0));
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
     stamp(STARTED);
-    u8 *own_slots = slots + warp * (PLACES * Own::BYTES + SharedOwn::BYTES), *shared_slot = own_slots + PLACES * Own::BYTES;
-    for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
-        ((uint4 *)&routing)[i] = load_fresh(tables + i * 16);
-    if (lane == 0) {
+    u8 *shared_slot = slots + PLACES * Own::BYTES;
+    if (thread == 0) {
         for (int slot = 0; slot <= PLACES; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-        SharedOwn::ask(shared_slot, shared_weight, shared_scales, blockIdx.x, warp, 0, arrivals + PLACES);
+        SharedOwn::ask(shared_slot, shared_weight, shared_scales, blockIdx.x, 0, arrivals + PLACES);
     }
-    const int live = load_fresh32(num_rows);
-    __syncthreads();
+    const int rows = min(load_fresh32(num_rows), COLS);
+#if COLS == 1
+    route_one(routing, contest, scores, thread < E ? bias[thread] : 0.0f, rows > 0, softcap);
+#else
+    float own_bias[E / 32];
+#pragma unroll
+    for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
+    route(routing, scores, own_bias, rows, softcap);
+#endif
+    stamp(ROUTED);
     const int num_slots = routing.num_slots;
     auto ask = [&](int expert) {
         if (expert < num_slots)
-            Own::ask(own_slots + expert % PLACES * Own::BYTES, weight, scales,
-                     (size_t)routing.experts[expert] * (N / 16) + blockIdx.x, warp, 0, arrivals + expert % PLACES);
+            Own::ask(slots + expert % PLACES * Own::BYTES, weight, scales,
+                     (size_t)routing.experts[expert] * (N / 16) + blockIdx.x, 0, arrivals + expert % PLACES);
     };
-    if (lane == 0)
+    if (thread == 0)
         for (int i = 0; i < PLACES; i++) ask(i);
     let_next_start();
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
-    const int rows = min(live, COLS);
     for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
         copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
     for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
@@ -69,7 +75,7 @@ packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *w
     float total[HALVES][4] = {};
     int slot = 0, parity = 0;
     for (int expert = 0; expert < num_slots; expert++) {
-        const u8 *from = own_slots + slot * Own::BYTES;
+        const u8 *from = slots + slot * Own::BYTES;
         const u16 *b_at[HALVES];
         bool takes[HALVES];
 #pragma unroll
@@ -81,10 +87,10 @@ packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *w
         float even[HALVES][4] = {}, odd[HALVES][4] = {};
         wait_for_bytes(arrivals + slot, parity);
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
+        for (int k = 0; k < Own::STEPS; k++) {
             uint4 w[2];
             u32 by[2];
-            Own::take(w, by, from, k, 0, warp, lane);
+            Own::take(w, by, from, k, warp, lane);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
@@ -93,8 +99,6 @@ packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *w
                     multiply_block(even[h], odd[h], a, a8, takes[h] ? *(const uint4 *)(b_at[h] + (2 * k + c) * 32) : zero);
             }
         }
-        __syncwarp();
-        if (lane == 0) ask(expert + PLACES);
         const float factor = FORMAT == FP4 ? factors[routing.experts[expert] * 3 + 2] : 1.0f;
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
@@ -105,15 +109,21 @@ packed_down(const u16 *act, const u16 *shared_act, const u8 *tables, const u8 *w
                     total[h][i] += (even[h][i] + odd[h][i]) * factor * routing.slot_weights[expert][own];
             }
         if (++slot == PLACES) slot = 0, parity ^= 1;
+        // Half of the places at a time are used again: once all warps are done with them.
+        if ((expert + 1) % FREED == 0 && expert + 1 - FREED + PLACES < num_slots) {
+            __syncthreads();
+            if (thread == 0)
+                for (int i = 0; i < FREED; i++) ask(expert + 1 - FREED + i + PLACES);
+        }
     }
     stamp(FIRST_DONE);
     float even[HALVES][4] = {}, odd[HALVES][4] = {};
     wait_for_bytes(arrivals + PLACES, 0);
 #pragma unroll
-    for (int k = 0; k < SHARED_STEPS; k++) {
+    for (int k = 0; k < SharedOwn::STEPS; k++) {
         uint4 w[2];
         u32 by[2];
-        SharedOwn::take(w, by, shared_slot, k, 0, warp, lane);
+        SharedOwn::take(w, by, shared_slot, k, warp, lane);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const uint4 a = SharedOwn::chunk(w, by, 0, c), a8 = SharedOwn::chunk(w, by, 1, c);

@@ -101,14 +101,11 @@ def project(
     launch_kernel(source, grid, THREADS, shared, (*arguments, x.stride(0), out.stride(0)), launch)
 
 
-def _add_shared(weight: Packed, tall: int, cols: int) -> tuple[int, int]:
-    """Return the steps of 64 columns that come together, and the bytes of shared memory."""
-    k, most = weight.shape[1], 4 if is_small(weight) else 8
-    steps = next(n for n in range(most, 0, -1) if k // 512 % n == 0)
-    pieces = WARPS * (k // 512 // steps)
-    words = k // 16 * pieces if weight.kind == "fp8" and tall else 2 * _widths(weight, tall)[1]
-    codes = 2 * _widths(weight, tall)[0]
-    return steps, codes + words + WARPS * cols * SUM_STRIDE * 4 + pieces * 8 + (k * 2 if cols == 1 else 0)
+def _add_shared(weight: Packed, tall: int, cols: int) -> int:
+    """Return the bytes of shared memory: all of a program's weights, sums and a lone row."""
+    k, (codes, words) = weight.shape[1], _widths(weight, tall)
+    words = k // 16 * WARPS if weight.kind == "fp8" and tall else 2 * words
+    return 2 * codes + words + WARPS * (cols * SUM_STRIDE * 4 + 8) + (k * 2 if cols == 1 else 0)
 
 
 def fits_project_add(weight: Packed) -> bool:
@@ -119,7 +116,7 @@ def fits_project_add(weight: Packed) -> bool:
         and n % 16 == 0
         and fits(weight, pairs=True)
         and has_bulk_copies(weight.device)
-        and _add_shared(weight, tall_log(weight), 16)[1] <= MAX_SHARED
+        and _add_shared(weight, tall_log(weight), 16) <= MAX_SHARED
     )
 
 
@@ -129,7 +126,6 @@ def project_add(
     """Add x @ weight^T, rounded, to the residual stream of the live rows."""
     n, k = weight.shape
     tall, cols = tall_log(weight), launch.cols
-    steps, shared = _add_shared(weight, tall, cols)
     source = Source.of(
         "packed_add",
         FORMAT=code_of(weight),
@@ -137,14 +133,13 @@ def project_add(
         K=k,
         N=n,
         WARPS=WARPS,
-        PIECE_STEPS=steps,
         COLS=cols,
         PROGRAMS=3 if cols == 1 else 1,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     words = scale_words(weight, tall, pairs=True)
     arguments = (x, weight.codes, words, unit_factors(weight), hidden, tap, num_rows, *strides)
-    launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
+    launch_kernel(source, n // 16, THREADS, _add_shared(weight, tall, cols), arguments, launch)
 
 
 def _packed(mlp: SparseWeights) -> tuple[Packed, Packed, Packed, Packed]:
@@ -200,13 +195,13 @@ def _experts_up(
     Args:
         mlp: Weights.
         constants: Of routing and shapes.
-        buffers: Normalised rows, scores, the shared expert's result, tables and live rows.
+        buffers: Normalised rows, scores, the shared expert's result and live rows.
         routing: As for ``products.run_experts``.
         softcap: Of the router's logits.
-        table_bytes: Upper bound of the routing tables' and their workspace's size.
+        table_bytes: Upper bound of what routing takes.
         launch: What the launches of a step share.
     """
-    normed, scores, shared_act, tables, num_rows = buffers
+    normed, scores, shared_act, num_rows = buffers
     up, _, shared_up, _ = _packed(mlp)
     tall, cols, k = tall_log(up, shared_up), launch.cols, up.shape[-1]
     unit = 2 * sum(_widths(up, tall))
@@ -223,7 +218,7 @@ def _experts_up(
         **constants,
     )
     weights = (up.codes, scale_words(up, tall), shared_up.codes, scale_words(shared_up, tall))
-    outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, tables, num_rows, softcap)
+    outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, num_rows, softcap)
     shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + table_bytes
     arguments = (normed, scores, mlp.bias, *weights, *outs)
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
@@ -243,23 +238,20 @@ def _experts_down(
     Args:
         mlp: Weights.
         constants: Of routing and shapes.
-        buffers: The shared expert's activations, tables, residual stream and live rows.
+        buffers: The shared expert's activations, scores, residual stream and live rows.
         routing: As for ``products.run_experts``.
         tap: As there.
-        table_bytes: Upper bound of the routing tables' size.
+        table_bytes: Upper bound of what routing takes.
         launch: What the launches of a step share.
     """
-    shared_act, tables, hidden, num_rows = buffers
+    shared_act, scores, hidden, num_rows = buffers
     _, down, _, last = _packed(mlp)
     tall, cols = tall_log(down, last), launch.cols
     f, fs = down.shape[-1], last.shape[-1]
-    is_tall = down.kind == "fp8" and tall
-    # All warps' bytes of an expert's 16 rows, tall scales for each warp.
-    own, shared_own = (
-        2 * codes + WARPS * words if is_tall else 2 * (codes + words)
-        for codes, words in (_widths(down, tall), _widths(last, tall))
-    )
-    places = max(1, min(mlp.top_k if cols == 1 else 8, (DOWN_ROOM[cols] - shared_own) // own))
+    own, shared_own = 2 * sum(_widths(down, tall)), 2 * sum(_widths(last, tall))
+    if down.kind == "fp8" and tall:
+        own, shared_own = (2 * codes + words for codes, words in (_widths(down, tall), _widths(last, tall)))
+    places = max(1, min(mlp.top_k * cols, (DOWN_ROOM[cols] - shared_own) // own))
     source = Source.of(
         "packed_down",
         N=hidden.shape[1],
@@ -272,9 +264,10 @@ def _experts_down(
     routed = (down.codes, scale_words(down, tall, pairs=True))
     weights = (*routed, last.codes, scale_words(last, tall, pairs=True), expert_factors(mlp))
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + WARPS * (places + 1) * 8
-    rest = (hidden, tap, num_rows, float(mlp.scaling), 0 if tap is None else tap.stride(0))
-    arguments = (routing.act, shared_act, tables, *weights, *rest)
+    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + (places + 1) * 8
+    factors = (float(mlp.scaling), float(mlp.softcap))
+    rest = (hidden, tap, num_rows, *factors, 0 if tap is None else tap.stride(0))
+    arguments = (routing.act, shared_act, scores, mlp.bias, *weights, *rest)
     launch_kernel(source, hidden.shape[1] // 16, THREADS, shared, arguments, launch)
 
 
@@ -285,7 +278,6 @@ def run_experts(
     normed: Tensor,
     shared_act: Tensor,
     routing: Routing,
-    tables: Tensor,
     num_rows: Tensor,
     launch: Launch,
     tap: Tensor | None,
@@ -302,9 +294,9 @@ def run_experts(
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
     }
-    table_bytes = routing_bytes(experts, mlp.top_k, launch.cols)
-    up_bytes = table_bytes + contest_bytes(experts, mlp.top_k, launch.cols)
-    up_buffers = (normed, scores, shared_act, tables, num_rows)
-    _experts_up(mlp, constants, up_buffers, routing, float(mlp.softcap), up_bytes, launch)
-    down_buffers = (shared_act, tables, hidden, num_rows)
+    sizes = experts, mlp.top_k, launch.cols
+    table_bytes = routing_bytes(*sizes) + contest_bytes(*sizes)
+    up_buffers = (normed, scores, shared_act, num_rows)
+    _experts_up(mlp, constants, up_buffers, routing, float(mlp.softcap), table_bytes, launch)
+    down_buffers = (shared_act, scores, hidden, num_rows)
     _experts_down(mlp, constants, down_buffers, routing, tap, table_bytes, launch)

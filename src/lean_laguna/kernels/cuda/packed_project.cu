@@ -27,7 +27,7 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     auto ask = [&](int slot, int unit) {
         const size_t first = GATED ? unit : 2 * unit;
         if (unit < count)
-            Own::ask(slots + slot * Own::BYTES, weight, scales, first, first + (GATED ? N / 8 : 1), arrivals + slot);
+            Own::ask<!GATED>(slots + slot * Own::BYTES, weight, scales, first, first + (GATED ? N / 8 : 1), arrivals + slot);
     };
     if (thread == 0) {
         for (int slot = 0; slot < PLACES; slot++) init_arrival(arrivals + slot);

@@ -12,8 +12,7 @@
 
 KERNEL(WARPS * 32, PROGRAMS)
 packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, const u8 *scales, const u8 *shared_weight,
-          const u8 *shared_scales, const float *factors, u16 *act, u16 *shared_act, int *expert_ids, u8 *tables,
-          const int *num_rows, float softcap) {
+          const u8 *shared_scales, const float *factors, u16 *act, u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
     using Own = Unit<FORMAT, K, WARPS>;
     EXTERN_SHARED(u8, slots);
     u16 *tokens = (u16 *)(slots + PLACES * Own::BYTES);
@@ -31,10 +30,10 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
         const int routed = unit - shared_units;
         u8 *to = slots + slot * Own::BYTES;
         if (routed < 0) {
-            Own::ask(to, shared_weight, shared_scales, unit, unit + FS / 8, arrivals + slot);
+            Own::ask<false>(to, shared_weight, shared_scales, unit, unit + FS / 8, arrivals + slot);
         } else {
             const size_t first = (size_t)routing.experts[routed / (F / 8)] * (2 * F / 8) + routed % (F / 8);
-            Own::ask(to, weight, scales, first, first + F / 8, arrivals + slot);
+            Own::ask<false>(to, weight, scales, first, first + F / 8, arrivals + slot);
         }
     };
     if (thread == 0) {
@@ -52,9 +51,7 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
-    // Not before: the next kernel reads the tables, which the last block still has to write, before it waits.
-    const bool writes_tables = blockIdx.x == gridDim.x - 1;
-    if (!writes_tables) let_next_start();
+    let_next_start();  // not before: the next kernel reads the scores before it waits
     for (int i = thread; i < live * (K / 8); i += WARPS * 32)
         copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
 #if COLS == 1
@@ -68,14 +65,8 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
         for (int slot = 0; slot < PLACES; slot++)
             if (blockIdx.x + slot * step >= shared_units) ask(slot, blockIdx.x + slot * step);
     wait_for_copies();
-    if (writes_tables) {
+    if (blockIdx.x == gridDim.x - 1)
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
-        for (int i = thread; i < sizeof(Routing) / 16; i += blockDim.x)
-            ((uint4 *)tables)[i] = ((const uint4 *)&routing)[i];
-        __threadfence();
-        __syncthreads();
-        let_next_start();
-    }
     __syncthreads();
 
     stamp(PREPARED);

@@ -279,6 +279,9 @@ def run_experts(
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
     project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
+    if _has_packed(mlp):
+        packed_products.run_experts(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
+        return
     shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
     factors = expert_factors(mlp)
