@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from lean_laguna.kernels.cuda import attention, driver, launching, products
+from lean_laguna.kernels.cuda import attention, driver, launching, packed_products, products
 from lean_laguna.kernels.cuda.compiler import Source
 
 STAMPED_BLOCKS = 528
@@ -30,11 +30,11 @@ def variant(**constants: int) -> Iterator[list[tuple[Source, int, int]]]:
         keep(changed, grid, threads, shared, *args, **options)
 
     try:
-        for module in (attention, products):
+        for module in (attention, products, packed_products):
             module.launch_kernel = launch  # type: ignore[attr-defined]
         yield launched
     finally:
-        for module in (attention, products):
+        for module in (attention, products, packed_products):
             module.launch_kernel = keep  # type: ignore[attr-defined]
 
 
