@@ -126,6 +126,21 @@ def test_a_client_that_leaves_is_stopped_within_two_steps(own: RunningServer) ->
     assert stats.num_generated_tokens < 1900
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_fault(own: RunningServer, caplog: Any) -> None:
+    request = request_bytes("/v1/completions", {**LONG, "max_tokens": 5})
+    with socket.create_connection(("127.0.0.1", own.port)) as connection:
+        connection.sendall(request[:-4])
+    own.ok("/v1/completions", prompt="x", max_tokens=1)
+    assert not [record for record in caplog.records if record.name.startswith("lean_laguna")]
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_sent(own: RunningServer) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {10**11}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", own.port), timeout=20) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 @contextlib.contextmanager
 def at_most_two_steps_after_the_engine_is_told(own: RunningServer) -> Iterator[None]:
     engine = own.service.engine

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -129,7 +129,7 @@ class App:
             assert self.service is not None
             try:
                 return await call(self.service, request)
-            except ClientGoneError:
+            except (ClientGoneError, ClientDisconnect):  # the second while its body was read
                 return Response(status_code=499)
             except Exception as error:
                 told = as_api_error(error)

@@ -84,13 +84,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raises:
         ApiError: 413, it is longer than ``limit`` bytes.
     """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:  # before it has been sent
+        raise _too_long(limit)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise ApiError(413, f"the request is longer than the {limit} bytes that this server takes")
+            raise _too_long(limit)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"the request is longer than the {limit} bytes that this server takes")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Float64Array = NDArray[np.float64]
 # A nucleus is first looked for among tokens within e**-12 of the best, which holds it in all but odd cases.
 _NUCLEUS_DEPTH = 12.0
 _MOST_SCALE = 1e300  # keeps 0 * scale at 0
+_MOST_SCORE = 1e300  # far from where doubles end
 
 
 def apply_logits_options(
@@ -77,7 +78,9 @@ def apply_penalties(
     seen_scores = scores[:, ids]
     if params.repetition_penalty != 1:
         penalty = np.where((counts > 0) | in_prompt, params.repetition_penalty, 1.0)
-        seen_scores = np.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
+        with np.errstate(over="ignore"):
+            seen_scores = np.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
+        seen_scores = np.minimum(seen_scores, _MOST_SCORE)  # of two infinities no difference could be taken
     seen_scores -= params.frequency_penalty * counts
     seen_scores -= params.presence_penalty * (counts > 0)
     scores[:, ids] = seen_scores
