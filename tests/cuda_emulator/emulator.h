@@ -47,10 +47,13 @@ static inline void meet(Meeting &m, int size) {
         while (m.round == round) pause();
 }
 static inline void meet_warp() { meet(warps[current / 32], 32); }
-static inline void meet_cluster() {
-    const int round = cluster.round;
+static std::vector<int> arrived_in;
+static inline void arrive_at_cluster() {
+    arrived_in[current] = cluster.round;
     cluster.waiting++;
-    while (cluster.round == round) {
+}
+static inline void wait_for_cluster() {
+    while (cluster.round == arrived_in[current]) {
         if (cluster.waiting < num_alive)
             pause();
         else
@@ -73,6 +76,7 @@ static void run(int grid, int block_threads, int shared_size, int cluster_size, 
         shared.assign(shared_pitch * cluster_size + 16, 0xff);
         blocks.assign(cluster_size, {});
         cluster = {}, num_alive = threads;
+        arrived_in.assign(threads, 0);
         for (auto &m : warps) m = {};
         for (auto &f : fibers) {
             f.stack.resize(1 << 16), f.is_started = f.is_done = false;
@@ -130,7 +134,9 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 static inline void __syncthreads() {
     emulator::meet(emulator::blocks[emulator::current / emulator::num_threads], emulator::num_threads);
 }
-static inline void sync_cluster() { emulator::meet_cluster(); }
+using emulator::arrive_at_cluster;
+using emulator::wait_for_cluster;
+static inline void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
 static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
@@ -199,11 +205,12 @@ DEVICE uint4 load_matrices(const u16 *p) {
     meet_warp();
     return make_uint4(v[0], v[1], v[2], v[3]);
 }
-static inline const u8 *remote(const void *p, int rank) {
-    return (const u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
+static inline u8 *remote(const void *p, int rank) {
+    return (u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
 }
 DEVICE float2 load_remote2(const float *p, int rank) { return *(const float2 *)remote(p, rank); }
 DEVICE float4 load_remote4(const float *p, int rank) { return *(const float4 *)remote(p, rank); }
+DEVICE void store_remote2(float *p, int rank, float2 v) { *(float2 *)remote(p, rank) = v; }
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     if (wanted) memcpy(to, from, 16);
     else memset(to, 0, 16);
@@ -216,6 +223,12 @@ DEVICE int max_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = max(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
+DEVICE u32 votes(bool v) {
+    u32 all = 0;
+    for (int i = 0; i < 32; i++) all |= (u32)emulator::gathered(&emulator::Lane::i, (int)v, i) << i;
+    return all;
+}
+static inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEVICE int min_over_warp(int v) {
     int best = v;
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));

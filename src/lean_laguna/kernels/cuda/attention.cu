@@ -2,15 +2,19 @@
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
-// TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head.
+// TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
+// parts that a lone row's program has room for, so that they are handed over instead of fetched.
 // The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
-// splits in their order; at the end the cluster's programs read each other's sums and add them in theirs. A split that
+// splits in their order; at the end the cluster's programs share out the queries and add what each other has of them,
+// always in the programs' order. A split that
 // a row does not see changes nothing of the row. So a row's bits are its own, alone or beside others.
 #include "common.cuh"
 
 #define WARPS 8
 #define GROUP (H / J)
-#define QUERIES (TILES * 16)
+// Queries that matter of a tile's 16: of a lone row often half.
+#define HALVES (LONE && GROUP <= 8 ? 1 : 2)
+#define QUERIES (TILES * 8 * HALVES)
 #define STRIDE (P + 8)
 #define PSTRIDE (SPLIT + 8)
 #define SUMS (P + 4)
@@ -22,13 +26,11 @@
 #define TAKE 8
 #define COPIED_KEYS (WARPS * 32 / (P / 8))
 #define COPIES (SPLIT / COPIED_KEYS)
+// A page holds a whole number of COPIED_KEYS, or they of it.
 #define PAGES (KV_BLOCK < SPLIT ? SPLIT / KV_BLOCK : 1)
 #define AT_ONCE (TILES == 2 ? 3 : 2)
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
-#ifndef DRY_RUN
-#define DRY_RUN 0
-#endif
 #define INF __int_as_float(0x7f800000)
 
 // Up to QUERIES queries of one KV head of a request; a query is one head of one row.
@@ -71,13 +73,19 @@ DEVICE int page_of(int first, int split, const int *own_table, int n) {
 // Start copies of a split's keys, or values, that earlier steps left; zeros elsewhere. A thread copies pieces of keys
 // COPIED_KEYS apart.
 DEVICE void copy_pages(u16 *to, const u16 *cache, const int *pages, int first, int split, int head, int thread) {
-    const int k = thread / (P / 8), d = thread % (P / 8) * 8, key = split * SPLIT + k;
+    const u32 k = (u32)thread / (P / 8), d = (u32)thread % (P / 8) * 8;
+    const int left = first - split * SPLIT - (int)k;
     const u16 *from = cache + (k % KV_BLOCK * J + head) * P + d;
+    const int *own_pages = pages + k / KV_BLOCK;
+    to += k * STRIDE + d;
+    int page[COPIES];
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) page[i] = own_pages[i * COPIED_KEYS / KV_BLOCK];
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
-        const int on = i * COPIED_KEYS, page = pages[(u32)(k + on) / KV_BLOCK];
-        const bool old = key + on < first && (WINDOW == 0 || first - key - on < WINDOW);
-        copy_async(to + (k + on) * STRIDE + d, from + (size_t)(u32)page * (KV_BLOCK * J * P) + on % KV_BLOCK * J * P, old);
+        const int on = i * COPIED_KEYS;
+        copy_async(to + on * STRIDE, from + (size_t)(u32)page[i] * (KV_BLOCK * J * P) + on % KV_BLOCK * J * P,
+                   on < left && (WINDOW == 0 || on > left - WINDOW));
     }
 }
 
@@ -133,6 +141,12 @@ DEVICE float softplus(float x) {
     return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
 }
 
+// Where the part of a query that the program at a place has lies in the inbox of the program that adds them.
+DEVICE int slot_of(const Task &task, int place, int query) {
+    const int live = min(task.num_splits, CLUSTER);
+    return place * ((task.num_queries + live - 1) / live) + query / live;
+}
+
 DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
     if (!GATE || query >= task.num_queries) return 0;
     const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
@@ -141,7 +155,7 @@ DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
 
 // Add a query's sums of all programs of the cluster, a warp a query.
 DEVICE void add_parts(const Task &task, int query, float opened, const float *sums, const float *stats, u16 *out,
-                      int lane, bool writes) {
+                      int lane) {
     const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
     float peak = -INF, total = 0.0f;
     float4 acc = make_float4(0, 0, 0, 0);
@@ -152,9 +166,12 @@ DEVICE void add_parts(const Task &task, int query, float opened, const float *su
         float highest = peak;
 #pragma unroll
         for (int j = 0; j < TAKE; j++) {
-            const bool here = from + j < CLUSTER && place_of(task, from + j) < task.num_splits;
-            stat[j] = here ? load_remote2(stats + query * 2, from + j) : make_float2(-INF, 0);
-            part[j] = here ? load_remote4(sums + query * SUMS + lane * 4, from + j) : make_float4(0, 0, 0, 0);
+            const int place = place_of(task, from + j), slot = INBOX ? slot_of(task, place, query) : query;
+            const bool here = from + j < CLUSTER && place < task.num_splits;
+            const float *own_stat = stats + slot * 2, *own = sums + slot * SUMS + lane * 4;
+            stat[j] = make_float2(-INF, 0), part[j] = make_float4(0, 0, 0, 0);
+            if (here) stat[j] = INBOX ? *(const float2 *)own_stat : load_remote2(own_stat, from + j);
+            if (here) part[j] = INBOX ? *(const float4 *)own : load_remote4(own, from + j);
             highest = fmaxf(highest, stat[j].x);
         }
         const float safe = highest == -INF ? 0.0f : highest, fade = power2(peak - safe);
@@ -170,8 +187,7 @@ DEVICE void add_parts(const Task &task, int query, float opened, const float *su
     const float by = quotient(1.0f, total);
     const float y[4] = {rounded(acc.x * by) * opened, rounded(acc.y * by) * opened, rounded(acc.z * by) * opened,
                         rounded(acc.w * by) * opened};
-    if (writes)
-        *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
+    *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
 }
 
 CLUSTER_KERNEL(LONE ? 88 : 128, CLUSTER)
@@ -182,10 +198,10 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     u16 *values = keys + SPLIT * STRIDE;
     u16 *queries = values + SPLIT * STRIDE;
     u16 *shares = queries + QUERIES * STRIDE;
-    // When all is multiplied, the sums take the place of queries and shares.
-    float *sums = (float *)queries, *stats = sums + QUERIES * SUMS;
     float *peaks = (float *)(shares + QUERIES * PSTRIDE);
-    Rows &rows = *(Rows *)(peaks + QUERIES * WARPS);
+    // When all is multiplied, the sums take the place of queries and shares; what is handed over has its own.
+    float *sums = INBOX ? peaks + QUERIES * WARPS : (float *)queries, *stats = sums + (INBOX ? INBOX : QUERIES) * SUMS;
+    Rows &rows = *(Rows *)(INBOX ? stats + INBOX * 2 : peaks + QUERIES * WARPS);
     int *pages = (int *)(&rows + 1);  // of the split at hand, or of the next but one, and of the next
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int rank = blockIdx.x % CLUSTER;
@@ -214,7 +230,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         return;
     }
-    bool waited = false, copies = false, rehearses = DRY_RUN;
+    bool waited = false, copies = false;
     // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
     // time two groups of copies are under way, the older of which is waited for.
     while (goes_on) {
@@ -233,33 +249,32 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             end_stream_group();
         }
         copies = false;
-        if (!waited && (!DRY_RUN || rehearses)) {
+        if (!waited) {
             let_next_start();
             // What is asked for after the wait: the rotary rows, and the second split.
             const size_t turn = (size_t)(task.first + (task.first_query + warp) / GROUP) * HALF + lane * 64;
             if (lane * 64 < HALF) prefetch_line(cos_table + turn), prefetch_line(sin_table + turn);
             if (LONE && has_part && split + CLUSTER < end_split)
                 prefetch_split(k_cache, v_cache, task, split + CLUSTER, own_table, thread);
-        }
-        if (!waited && !rehearses) {
             stamp(ASKED);
             wait_for_inputs();
             stamp(WAITED);
             waited = true;
         }
+        if (INBOX) arrive_at_cluster();
         float acc[TILES][SLICES + 1][4] = {}, peak[TILES][2];
         u16 gate = 0;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) peak[tile][0] = peak[tile][1] = -INF;
-        for (bool is_first = true; split < end_split && (is_first || !rehearses); split += CLUSTER, is_first = false) {
+        for (bool is_first = true; split < end_split; split += CLUSTER, is_first = false) {
             const int from = split * SPLIT, begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
             const bool stays = split + CLUSTER < end_split;
-            copies = !rehearses && (stays || (has_next && next_place < next.num_splits));
+            copies = stays || (has_next && next_place < next.num_splits);
             const int then = stays ? split + CLUSTER : next.low_split + next_place;
             const int then_head = stays ? task.head : next.head, then_first = stays ? task.first : next.first;
             const int *then_pages = pages + (turn ^ 1) * PAGES;
             // Pages are looked up one split ahead of their copies, which then need not wait for them.
-            const bool looks = thread < PAGES && split + 2 * CLUSTER < end_split && !rehearses;
+            const bool looks = thread < PAGES && split + 2 * CLUSTER < end_split;
             const int page = looks ? page_of(task.first, split + 2 * CLUSTER, own_table, thread) : 0;
             if (copies && !stays && thread < PAGES)
                 pages[(turn ^ 1) * PAGES + thread] =
@@ -300,7 +315,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                         *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
                         *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[0];
                     }
-                    if (i >= fresh && task.first_query == 0 && !rehearses) {
+                    if (i >= fresh && task.first_query == 0) {
                         const size_t at = place_in_cache(block[0], position, task.head, lane * 4);
                         *(uint2 *)(k_cache + at) = x;
                         *(uint2 *)(v_cache + at) = v[0];
@@ -323,7 +338,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     if (tile >= num_tiles) break;
-                    const uint4 a = load_matrices(queries + (tile * 16 + (lane & 15)) * STRIDE + d + (lane >> 4) * 8);
+                    const uint4 a = load_matrices(queries + (tile * 16 + (lane & (8 * HALVES - 1))) * STRIDE + d + (lane >> 4) * 8);
                     multiply(scores[tile][0], a.x, a.y, a.z, a.w, b.x, b.y);
                     multiply(scores[tile][1], a.x, a.y, a.z, a.w, b.z, b.w);
                 }
@@ -332,7 +347,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             for (int tile = 0; tile < TILES; tile++) {
                 if (tile >= num_tiles) break;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                for (int half = 0; half < HALVES; half++) {
                     const int p = task.first + (task.first_query + tile * 16 + g + 8 * half) / GROUP;
                     float own_peak = -INF;
 #pragma unroll
@@ -356,7 +371,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             for (int tile = 0; tile < TILES; tile++) {
                 if (tile >= num_tiles) break;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                for (int half = 0; half < HALVES; half++) {
                     const int query = tile * 16 + g + 8 * half;
                     const float4 p = *(const float4 *)(peaks + query * WARPS), q = *(const float4 *)(peaks + query * WARPS + 4);
                     const float highest = fmaxf(fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)), fmaxf(fmaxf(q.x, q.y), fmaxf(q.z, q.w)));
@@ -384,7 +399,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     if (tile >= num_tiles) break;
-                    const u16 *at = shares + (tile * 16 + (lane & 15)) * PSTRIDE + k + (lane >> 4) * 8;
+                    const u16 *at = shares + (tile * 16 + (lane & (8 * HALVES - 1))) * PSTRIDE + k + (lane >> 4) * 8;
                     const uint4 a = load_matrices(at), more = load_matrices(at + 16);
 #pragma unroll
                     for (int n = 0; n <= SLICES; n++) {
@@ -399,34 +414,44 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             end_stream_group();
             turn ^= 1;
         }
+        if (INBOX) wait_for_cluster();  // all have begun: what is handed over finds its place
+        const int per = (task.num_queries + live - 1) / live;
         if (has_part) {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int query = tile * 16 + g + 8 * half;
+                for (int half = 0; half < HALVES; half++) {
+                    const int query = tile * 16 + g + 8 * half, to = (task.low_split + query % live) % CLUSTER;
+                    const int slot = INBOX ? place * per + query / live : query;
+                    if (INBOX && query >= task.num_queries) continue;
+                    float *own = sums + slot * SUMS + warp * SLICE + 2 * t, *own_stat = stats + slot * 2;
+                    const float2 stat = make_float2(peak[tile][half], acc[tile][SLICES][2 * half]);
 #pragma unroll
-                    for (int n = 0; n < SLICES; n++)
-                        *(float2 *)(sums + query * SUMS + warp * SLICE + n * 8 + 2 * t) =
-                            make_float2(acc[tile][n][2 * half], acc[tile][n][2 * half + 1]);
-                    if (warp == 0 && t == 0)
-                        *(float2 *)(stats + query * 2) = make_float2(peak[tile][half], acc[tile][SLICES][2 * half]);
+                    for (int n = 0; n < SLICES; n++) {
+                        const float2 pair = make_float2(acc[tile][n][2 * half], acc[tile][n][2 * half + 1]);
+                        if (INBOX)
+                            store_remote2(own + n * 8, to, pair);
+                        else
+                            *(float2 *)(own + n * 8) = pair;
+                    }
+                    if (warp > 0 || t > 0) continue;
+                    if (INBOX)
+                        store_remote2(own_stat, to, stat);
+                    else
+                        *(float2 *)own_stat = stat;
                 }
             }
         }
+        stamp(FIRST_DONE);
         float opened = GATE ? rounded(softplus(from_bf16(gate))) : 1.0f;
         stamp(FIRST_DONE);
         sync_cluster();
         for (int query = place + live * warp; has_part && query < task.num_queries; query += live * WARPS) {
             gate = gate_of(task, query + live * WARPS, qkv);
-            add_parts(task, query, opened, sums, stats, out, lane, !rehearses);
+            add_parts(task, query, opened, sums, stats, out, lane);
             if (GATE) opened = rounded(softplus(from_bf16(gate)));
         }
-        sync_cluster();  // what others read stays until they have
-        if (rehearses) {
-            rehearses = false, copies = true, split = task.low_split + place, turn = 0;
-            continue;
-        }
+        if (!INBOX) sync_cluster();  // what others read stays until they have
         goes_on = has_next, task = next, place = next_place, split = task.low_split + place;
         index += gridDim.x / CLUSTER;
         has_next = !LONE && find_task(next, index, rows, num_requests);

@@ -30,6 +30,15 @@ def cluster_programs(shape: AttentionShape) -> int:
     return 8 if shape.window else 12
 
 
+def inbox_parts(shape: AttentionShape) -> int:
+    """Return how many parts of a lone row's queries a program is handed at most; 0 where there is no room."""
+    if not shape.window:
+        return 0
+    group = shape.num_heads // shape.num_kv_heads
+    most = min(cluster_programs(shape), (shape.window + SPLIT - 2) // SPLIT + 1)
+    return max(programs * cdiv(group, programs) for programs in range(1, most + 1))
+
+
 def num_tiles(shape: AttentionShape, cols: int) -> int:
     """Return how many tiles of queries a program takes: all of eight rows' where contexts are long."""
     tiles = cdiv(min(cols, 8) * shape.num_heads // shape.num_kv_heads, TILE)
@@ -42,6 +51,7 @@ def fits_attention(shape: AttentionShape) -> bool:
         shape.head_dim == HEAD_DIM
         and shape.rotary_dim in (32, 64, 128)
         and shape.num_heads % shape.num_kv_heads == 0
+        and shape.num_heads // shape.num_kv_heads <= 2 * TILE
     )
 
 
@@ -74,6 +84,8 @@ def attend(
     """
     p, heads = shape.head_dim, shape.num_kv_heads
     cluster, tiles = cluster_programs(shape), num_tiles(shape, launch.cols)
+    is_lone, group = launch.cols == 1, shape.num_heads // heads
+    inbox = inbox_parts(shape) if is_lone else 0
     source = Source.of(
         "attention",
         H=shape.num_heads,
@@ -88,13 +100,14 @@ def attend(
         KV_BLOCK=cache[0].shape[1],
         CLUSTER=cluster,
         TILES=tiles,
-        LONE=launch.cols == 1,
+        LONE=is_lone,
+        INBOX=inbox,
     )
-    queries = tiles * TILE
+    queries = tiles * (TILE // 2 if is_lone and group <= TILE // 2 else TILE)
     shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
-    shared += 2 * 4 * max(1, SPLIT // cache[0].shape[1])
+    shared += 2 * 4 * max(1, SPLIT // cache[0].shape[1]) + inbox * (p + 6) * 4
     # A lone row has a cluster for each KV head, and leaves room for what comes next.
-    spread = 1 if launch.cols == 1 else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
+    spread = 1 if is_lone else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
     arguments = (
         qkv,
         out,

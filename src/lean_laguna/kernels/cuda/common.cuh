@@ -111,10 +111,13 @@ DEVICE float4 load_remote4(const float *p, int rank) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote_address(p, rank)) : "memory");
     return v;
 }
-// A barrier of all threads of the cluster that have not left.
-DEVICE void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+DEVICE void store_remote2(float *p, int rank, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote_address(p, rank)), "f"(v.x), "f"(v.y) : "memory");
 }
+// A barrier of all threads of the cluster that have not left, in two halves or as one.
+DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 #endif
 // Add to a counter: what the block wrote before (and a barrier) is there for whoever sees the sum.
 DEVICE int add_released(int *counter, int by) {
@@ -198,6 +201,7 @@ DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 // what the adding warp wrote before.
 DEVICE int max_over_warp(int v) { return __reduce_max_sync(0xffffffffu, v); }
 DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
+DEVICE u32 votes(bool v) { return __ballot_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
 DEVICE float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 #if __CUDA_ARCH__ >= 900
