@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _MAX_WORKERS = 64
 # Threads: a GPU encodes, they read and write.
 _GPU_WORKERS = 4
+_MB = 1_000_000
 HELP = """\
 usage: lean-laguna convert quantize SOURCE DESTINATION --scheme NAME [options]
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             is_checked=args.check,
             shares_divisors=shares_divisors,
             device=device,
-            progress=show,
+            progress=show and (lambda done, total, file: show(done // _MB, total // _MB, f"MB, {file}")),
         )
     cpu_s = time.process_time() - cpu_started + result.workers_cpu_s
     report |= {"num_workers": workers, "conversion_s": time.monotonic() - started, "cpu_s": cpu_s}
@@ -180,7 +181,8 @@ def _like(
         for note in notes:
             terminal.note(note)
     original = source if args.like_source is None else open_source(resolve_model(args.like_source))
-    proof = prove(original, model, num_workers=workers)
+    # Threads: more than two get in each other's way.
+    proof = prove(original, model, num_workers=min(workers, 2))
     report["proof"] = dataclasses.asdict(proof)
     terminal.report(
         f"{proof.num_differing_bytes:,} of {proof.num_bytes:,} bytes differ in {proof.num_modules:,} linears "

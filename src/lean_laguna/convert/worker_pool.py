@@ -137,7 +137,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.peak_rss_bytes = 0
-        paths = os.pathsep.join(path for path in sys.path if path)
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE],
             stdin=subprocess.PIPE,
