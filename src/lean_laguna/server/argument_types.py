@@ -21,6 +21,7 @@ from typing import Any
 STRING_ONLY = frozenset({"string"})
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _DEEPEST_REFERENCE = 16
+_COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentSchemas")
 _LONGEST_LITERAL = 1 << 20
 
 
@@ -72,14 +73,42 @@ class ToolSchemas:
             else frozenset()
         )
 
+    def argument(self, tool: str, argument: str) -> Mapping[str, Any]:
+        """Return an argument's schema, references followed; empty where it says nothing."""
+        schema = self.properties(tool).get(argument)
+        return _resolved(schema, self.root(tool)) if isinstance(schema, Mapping) else {}
+
     def lengths(self, tool: str, argument: str) -> tuple[int, int | None]:
         """Return the least and the most characters of an argument that is a string and nothing else."""
         if self.types(tool, argument) != STRING_ONLY:
             return 0, None
-        schema = self.properties(tool).get(argument)
-        schema = _resolved(schema, self.root(tool)) if isinstance(schema, Mapping) else {}
+        schema = self.argument(tool, argument)
         least, most = (_count(schema.get(key)) for key in ("minLength", "maxLength"))
         return least or 0, most
+
+    def fault(self, tool: str) -> str | None:
+        """Return why arguments cannot be made to follow a tool's schema, or None where they can."""
+        root = self.root(tool)
+        for target in _references(root):
+            if not _resolved({"$ref": target}, root) and target not in ("#", "#/"):
+                return f"'$ref' {target!r} is not in it"
+        schema = _resolved(root, root)
+        if schema.get("type", "object") not in ("object", ["object"]):
+            return f"its 'type' must be 'object', found {schema['type']!r:.100}"
+        for key in _COMBINED:
+            if key in schema:
+                return f"'{key}' beside the 'properties' cannot be followed"
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping):
+            return f"'properties' must be an object, found {properties!r:.100}"
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            return f"'required' must be a list of names, found {required!r:.100}"
+        for name, part in properties.items():
+            if not isinstance(part, Mapping) and part is not True:
+                return f"the schema of {name!r} must be an object, found {part!r:.100}"
+        if missing := [name for name in required if name not in properties]:
+            return f"'required' names {missing[0]!r}, which is not among its 'properties'"
+        return None
 
     def types(self, tool: str, argument: str) -> frozenset[str]:
         """Return the JSON types allowed for an argument; all of them where the schema says nothing."""
@@ -183,6 +212,19 @@ def _type_of(value: Any) -> str:
         if isinstance(value, kind):
             return name
     return "array"
+
+
+def _references(schema: Any) -> Iterable[str]:
+    """Yield every ``$ref`` in a schema."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Mapping):
+            if isinstance(node.get("$ref"), str):
+                yield node["$ref"]
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
 
 
 def _count(value: Any) -> int | None:

@@ -6,6 +6,7 @@ prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 from lean_laguna.models.chat_template import ChatTemplate
 from lean_laguna.server.errors import bad_request
 from lean_laguna.server.history import REASONING_NAMES, past_messages
+from lean_laguna.server.reply_tool_calls import LONGEST_NAME
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What can be read back from where the model writes it.
+_NAME = re.compile(rf"(?=\S)[^<\x00-\x1f\x7f]{{1,{LONGEST_NAME}}}(?<=\S)")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THINKING_PARTS = ("thinking", "reasoning", "reasoning_text")
 
@@ -87,6 +91,12 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
             raise bad_request(f"{where}.function must be an object", f"{where}.function")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise bad_request(f"{where}.function.name must be a non-empty text", f"{where}.function.name")
+        if not _NAME.fullmatch(function["name"]):
+            raise bad_request(
+                f"{where}.function.name must be up to {LONGEST_NAME} characters on one line, without '<' and "
+                f"spaces at its ends, as the model writes it between tags; found {function['name']!r:.100}",
+                f"{where}.function.name",
+            )
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise bad_request(

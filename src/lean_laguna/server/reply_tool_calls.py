@@ -33,7 +33,7 @@ from lean_laguna.server.reply_reasoning import held_back
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 KEY_START, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_START, VALUE_END = "<arg_value>", "</arg_value>"
-_LONGEST_NAME = 256
+LONGEST_NAME = 256
 _CLOSING_TAG = re.compile(f"{VALUE_END}|{CALL_END}")
 
 
@@ -123,7 +123,7 @@ class ToolCallParser:
         name, rest = raw_name.rstrip(), head[len(raw_name) :]
         tag = next((tag for tag in (KEY_START, CALL_END) if rest.startswith(tag)), None)
         may_come = any(tag.startswith(rest) for tag in (KEY_START, CALL_END))
-        is_name = len(raw_name) <= _LONGEST_NAME and "\n" not in name and not name.startswith("{")
+        is_name = len(raw_name) <= LONGEST_NAME and "\n" not in name and not name.startswith("{")
         if is_name and tag is None and may_come:
             return False
         if not is_name or tag is None or (not name and tag == KEY_START):

@@ -9,13 +9,14 @@ follows its schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lean_laguna.core.errors import RequestError
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.server.argument_types import ToolSchemas
+from lean_laguna.server.argument_types import STRING_ONLY, ToolSchemas
 from lean_laguna.server.reply_tool_calls import (
     CALL_END,
     CALL_START,
@@ -49,7 +50,7 @@ def forced_calls(
         parallel: Whether several calls may follow each other; a named function is called once.
 
     Raises:
-        RequestError: No tool has the name.
+        RequestError: No tool has the name, or arguments cannot be made to follow a tool's schema.
     """
     schemas = ToolSchemas(tools)
     names = schemas.names
@@ -61,6 +62,9 @@ def forced_calls(
                 param="tool_choice",
             )
         names, parallel = (name,), False
+    for name in names:
+        if fault := schemas.fault(name):
+            raise RequestError(f"tools: the schema of the function {name!r}: {fault}", param="tools")
     start, end = _tag(CALL_START, tokenizer), _tag(CALL_END, tokenizer)
     line = '"\\n" ' if line_layout else ""
     optional_line = '"\\n"? ' if line_layout else ""
@@ -91,23 +95,48 @@ def _value_rule(rule: str, schema: Any, schemas: ToolSchemas, name: str, key: st
     if "string" not in schemas.types(name, key):
         root = schemas.root(name)
         space = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SOME_SPACE}}
-        document = {**space, **{k: root[k] for k in REFERENCE_KEYS if k in root}, **schema}
+        kept = {k: root[k] for k in REFERENCE_KEYS if k in root}
+        document = {**space, **kept, **(schema if isinstance(schema, Mapping) else {})}
         return f"{rule}: %json {json.dumps(document)} {json.dumps(VALUE_END)}"
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    asked = schemas.argument(name, key)
+    choices = [asked["const"]] if "const" in asked else asked.get("enum")
     if isinstance(choices, list) and all(isinstance(text, str) and text for text in choices) and choices:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
         return f"{rule}: ({texts}) {json.dumps(VALUE_END)}"
-    return f"{rule}[suffix={json.dumps(VALUE_END)}]: {_free_text(*schemas.lengths(name, key))}"
+    pattern = asked.get("pattern") if schemas.types(name, key) == STRING_ONLY else None
+    text = _free_text(*schemas.lengths(name, key), pattern if isinstance(pattern, str) else "")
+    return f"{rule}[suffix={json.dumps(VALUE_END)}]: {text}"
 
 
-def _free_text(least: int, most: int | None) -> str:
-    """Return what a string may be, up to its closing tag."""
+def _free_text(least: int, most: int | None, pattern: str) -> str:
+    """Return what a string may be, up to its closing tag.
+
+    Args:
+        least: Characters.
+        most: Characters, or None.
+        pattern: What it must hold, as JSON schema has it; empty for anything.
+    """
     least = min(least, _MOST_REQUIRED)
     limit = "" if most is None or most > _MOST_COUNTED else max(least, most)
     text = f"/(?s:.{{{least},{limit}}})/"
+    if held := _held(pattern):
+        text += f" & /{held}/"
     # Too short a text must not go on beyond its closing tag.
     closing = VALUE_END.replace("/", r"\/")
-    return f"{text} & ~/(?s:.*){closing}(?s:.*)/" if least else text
+    return f"{text} & ~/(?s:.*){closing}(?s:.*)/" if least or held else text
+
+
+def _held(pattern: str) -> str:
+    """Return the expression of whole texts that hold a pattern; empty where it cannot be put so.
+
+    A pattern is found anywhere in the text unless it says where: with ``^`` and ``$`` at its ends.
+    """
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inner = pattern[begins : len(pattern) - ends]
+    if not inner or ((begins or ends) and "|" in re.sub(r"\\.|\[[^]]*\]|\([^()]*\)", "", inner)):
+        return ""
+    inner = re.sub(r"\\.|/", lambda part: part[0] if part[0] != "/" else r"\/", inner)
+    return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
 
 
 def _tag(tag: str, tokenizer: Tokenizer) -> str:

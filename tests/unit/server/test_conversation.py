@@ -77,6 +77,10 @@ def test_a_wrong_message_is_named(message, param):
     [
         ({"type": "web_search"}, "tools[0].type"),
         ({"function": {"name": ""}}, "tools[0].function.name"),
+        ({"function": {"name": "a\nb"}}, "tools[0].function.name"),
+        ({"function": {"name": "a<b"}}, "tools[0].function.name"),
+        ({"function": {"name": " a"}}, "tools[0].function.name"),
+        ({"function": {"name": "a" * 257}}, "tools[0].function.name"),
         ({"function": {"name": "f", "parameters": "x"}}, "tools[0].function.parameters"),
     ],
 )
@@ -84,3 +88,8 @@ def test_a_wrong_tool_is_named(tool, param):
     with pytest.raises(ApiError) as caught:
         read_tools([tool])
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["f", "get weather", "mcp.server/tool-1:x", "é", "a" * 256])
+def test_any_name_that_the_model_can_write_between_tags_is_taken(name):
+    assert read_tools([{"function": {"name": name}}])[0]["function"]["name"] == name

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -126,6 +127,14 @@ LENGTHS = {
     "no numbers": ({"minLength": "2", "maxLength": None}, {"": True, "abcd": True}),
     "long": ({"minLength": 10**6, "maxLength": 10**15}, {"": False, "x" * 3000: True}),
     "or null": ({"type": ["string", "null"], "maxLength": 2}, {"null": True, "ab": True}),
+    "digits": ({"pattern": "^[0-9]{3}$"}, {"123": True, "12": False, "1234": False, "": False}),
+    "a slash": ({"pattern": "^/"}, {"/tmp/x": True, "tmp": False, "a/b": False}),
+    "anywhere": ({"pattern": "b+$"}, {"ab": True, "abb": True, "ba": False}),
+    "a dollar": ({"pattern": r"^\$"}, {"$": True, "$$ and more": True, "a": False}),
+    "either": ({"pattern": "^(a|b)$"}, {"a": True, "b": True, "c": False}),
+    "and length": ({"pattern": "x", "maxLength": 3}, {"axb": True, "axbc": False, "abc": False}),
+    "one": ({"const": "left"}, {"left": True, "right": False}),
+    "some": ({"$ref": "#/$defs/Side"}, {"left": True, "right": True, "up": False}),
     "elsewhere": ({"$ref": "#/$defs/Short"}, {"abc": True, "abcd": False}),
 }
 
@@ -134,7 +143,8 @@ LENGTHS = {
 def test_strings_have_the_length_that_their_schema_asks_for(tokenizer, limits, texts):
     properties = {"a": {**({} if "$ref" in limits else {"type": "string"}), **limits}}
     parameters = {"properties": properties, "required": ["a"]}
-    parameters["$defs"] = {"Short": {"type": "string", "maxLength": 3}}
+    side = {"type": "string", "enum": ["left", "right"]}
+    parameters["$defs"] = {"Short": {"type": "string", "maxLength": 3}, "Side": side}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     compiler = GrammarCompiler(tokenizer, VOCAB)
     for text, is_right in texts.items():
@@ -151,3 +161,33 @@ def test_a_name_that_is_not_on_offer_is_refused(tokenizer, choice):
     with pytest.raises(RequestError, match="not among the tools: weather, now") as refused:
         forced_calls(TOOLS, choice, tokenizer)
     assert refused.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"$ref": "#/nowhere"}, "'$ref' '#/nowhere' is not in it"),
+        ({"$ref": "http://example.com/x"}, "'$ref' 'http://example.com/x' is not in it"),
+        ({"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {}}, "'$ref' '#/$defs/b'"),
+        ({"type": "string"}, "its 'type' must be 'object', found 'string'"),
+        ({"properties": [1]}, "'properties' must be an object"),
+        ({"properties": {"a": 5}}, "the schema of 'a' must be an object, found 5"),
+        ({"properties": {"a": {}}, "required": "a"}, "'required' must be a list of names"),
+        ({"properties": {}, "required": ["a"]}, "'required' names 'a', which is not among"),
+        ({"anyOf": [{"properties": {}, "required": ["a"]}]}, "'anyOf' beside the 'properties'"),
+    ],
+)
+def test_a_schema_that_no_call_could_be_made_to_follow_is_refused(tokenizer, parameters, message):
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": parameters}}]
+    with pytest.raises(RequestError, match=re.escape(message)) as refused:
+        forced_calls(tools, "required", tokenizer)
+    assert refused.value.param == "tools"
+    forced_calls(tools, NOW, tokenizer)  # another one's is nobody's concern
+
+
+@pytest.mark.parametrize("schema", [True, {"$ref": "#"}, {}])
+def test_a_schema_that_says_nothing_and_one_that_holds_itself_can_be_followed(tokenizer, schema):
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    structured = forced_calls([tool], "required", tokenizer)
+    GrammarCompiler(tokenizer, VOCAB).constraint(structured, [], None)
