@@ -21,7 +21,7 @@ from lean_laguna.models.safetensors_reader import CheckpointReader
 from lean_laguna.quant.codec import to_packed
 from lean_laguna.quant.config import QuantizationConfig, read_quantization
 from lean_laguna.quant.packed import PackedWeight
-from lean_laguna.quant.scale_checks import check_scale
+from lean_laguna.quant.scale_checks import check_codes, check_scale
 from lean_laguna.quant.scheme import WeightScheme
 
 _CODES = ("weight_packed", "weight")
@@ -129,13 +129,16 @@ class QuantisedReader(CheckpointReader):
         """Return a quantised weight with its codes and scales, which are checked.
 
         Raises:
-            CheckpointError: It cannot be read, or a scale is zero, negative, not finite or upside down.
+            CheckpointError: It cannot be read, a scale is zero, negative, not finite or upside down, or a
+                code is not a number.
         """
         entry = self._quantised[name]
         tensors = {part: super(QuantisedReader, self).get(stored) for part, stored in entry.parts.items()}
         for part in (*_SCALES, *_INPUT_SCALES):
             if part in tensors:
                 check_scale(tensors[part], part, entry.scheme, self._where(entry.parts[part]))
+        if entry.scheme.number == "fp8":
+            check_codes(tensors["weight"], self._where(entry.parts["weight"]))
         return to_packed(tensors, entry.scheme, entry.shape)
 
     def kv_scales(self) -> dict[str, float]:

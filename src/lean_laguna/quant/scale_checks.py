@@ -1,4 +1,4 @@
-"""Scales that would silently give wrong weights are refused: zero, negative, not finite, upside down."""
+"""Scales and codes that would silently give wrong weights are refused: zero, not finite, upside down."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def check_scale(scale: Tensor, part: str, scheme: WeightScheme, where: str) -> N
             f"{where}: every scale is above 1 (the smallest is {low.item():.6g}); expected factors, "
             "largest weight / largest code: this looks like the reciprocals"
         )
+
+
+def check_codes(codes: Tensor, where: str) -> None:
+    """Refuse e4m3 codes that are no numbers; NaN is the largest byte of either sign.
+
+    Args:
+        codes: float8_e4m3fn, of any shape.
+        where: File and tensor, for errors.
+
+    Raises:
+        CheckpointError: One is NaN; names the tensor.
+    """
+    found = codes.view(torch.uint8)
+    if found.max() == 0xFF or codes.view(torch.int8).max() == 0x7F:
+        bad = int(((found & 0x7F) == 0x7F).sum())
+        raise CheckpointError(f"{where}: {bad} of {codes.numel()} codes are NaN; expected numbers")
 
 
 def _odd(values: Tensor, is_odd: Tensor) -> str:

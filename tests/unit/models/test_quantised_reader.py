@@ -121,6 +121,16 @@ def test_reciprocal_factors_are_refused(tmp_path: Path) -> None:
         load_laguna(tmp_path / "made")
 
 
+def test_codes_that_are_no_numbers_are_refused_by_tensor(tmp_path: Path) -> None:
+    convert(write_target(tmp_path / "source"), tmp_path / "made", "attention", "fp8-channel")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = load_file(str(tmp_path / "made" / "model.safetensors"))[name]
+    codes.view(torch.uint8)[0, 1] = 0xFF
+    change_tensors(tmp_path / "made", **{spelt(name): codes})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight': 1 of \d+ codes are NaN"):
+        load_laguna(tmp_path / "made")
+
+
 def test_config_and_tensors_must_agree(nvfp4: Path) -> None:
     edit_config(nvfp4, ignore=["re:.*"])
     with pytest.raises(CheckpointError, match=r"does not say how 'model\.layers\.1\.mlp\.experts"):

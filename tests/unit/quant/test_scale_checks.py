@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean_laguna.core.errors import CheckpointError
-from lean_laguna.quant.scale_checks import check_scale
+from lean_laguna.quant.scale_checks import check_codes, check_scale
 from lean_laguna.quant.scheme import FP8_CHANNEL, NVFP4
 
 
@@ -36,3 +36,12 @@ def test_input_scales_may_lie_on_either_side_of_one() -> None:
 def test_others_are_refused(values: list[float], part: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         check_scale(torch.tensor(values), part, FP8_CHANNEL, "x")
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_codes_that_are_no_numbers_are_refused(byte: int) -> None:
+    codes = torch.arange(0, 254, dtype=torch.uint8)[torch.arange(254) != 0x7F].reshape(11, 23)
+    check_codes(codes.view(torch.float8_e4m3fn), "x")
+    codes[3, 5] = byte
+    with pytest.raises(CheckpointError, match="x: 1 of 253 codes are NaN"):
+        check_codes(codes.view(torch.float8_e4m3fn), "x")
