@@ -15,6 +15,7 @@ from lean_laguna.spec.draft_shape import StepShape
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
 _PACE_WINDOW, _PACE_SHARE = 9, 0.8  # steps that say how fast the machine is now; how far times follow that
+_LEAST_FOR_SPREAD, _QUARTILES = 5, 1.35  # standard deviations between the quartiles of a normal distribution
 _DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
 _PRIOR_RATE = 0.8  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
@@ -65,6 +66,14 @@ class StepTimes:
     def count(self, num_draft_tokens: int) -> int:
         """Return how many observations the estimate rests on."""
         return len(self._samples.get(num_draft_tokens, ()))
+
+    def spread(self, num_draft_tokens: int) -> float:
+        """Return how far one observation is usually off, as a share; 0 as long as few were made."""
+        totals = sorted(map(sum, self._samples.get(num_draft_tokens, ())))
+        num = len(totals)
+        if num < _LEAST_FOR_SPREAD or totals[num // 2] <= 0:
+            return 0.0
+        return (totals[3 * num // 4] - totals[num // 4]) / (_QUARTILES * totals[num // 2])
 
     @property
     def is_empty(self) -> bool:

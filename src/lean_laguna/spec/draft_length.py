@@ -30,6 +30,7 @@ PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps between looks at all lengths
 _PLAN_EVERY = 16  # from then on: a look costs as much as some kernels
+_STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
@@ -139,6 +140,7 @@ class DraftLengthController:
             self._acceptance(key[0]).tokens_per_step(),
             [max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k in lengths],
             [cell.times.count(k) for k in lengths],
+            cell.times.spread(cell.current) if cell.current is not None else 0.0,
         )
 
     def _tokens_per_s(self, cell: _Cell, known: Estimates) -> list[float]:
@@ -150,7 +152,7 @@ class DraftLengthController:
         """Return the length to use from here on: another than before only where it promises enough."""
         if cell.current is None:
             return max(range(len(rates)), key=lambda k: (rates[k], -k))
-        least = [1 + cell.trials.least_gain(k, count) for k, count in enumerate(known.counts)]
+        least = [1 + cell.trials.least_gain(known, k) for k in range(len(rates))]
         least[cell.current] = 1.0
         if cell.current:
             # Plain steps tell nothing of drafts, so there must be evidence before drafting ends.
@@ -207,7 +209,7 @@ class DraftLengthController:
         emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
         worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
         if cell.trials.observe(num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current):
-            cell.plan_left = 0
+            cell.plan_left = _STEPS_BETWEEN if cell.num_steps > _PLAN_AFTER[0][0] else 0
         if cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)
             cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)

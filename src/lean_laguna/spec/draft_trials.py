@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 
 _DOUBT = (0.15, 0.1, 0.06, 0.05, 0.04, 0.03, 0.0)  # of a time seen so often: by so much it may be shorter
 _DOUBT_OF_OLD = 0.05  # of a time seen some steps ago: the machine may have been slower
 _DOUBT_OF_NONE = 0.8  # of plain steps never seen: verifying may cost by the row
 _LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at most, doubled by each failure
 _GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
+_STANDARD_ERRORS = 1.25  # of a median, in those of a mean
 _LEAST_GAINS = (inf, 0.1, 0.05, 0.0)  # of a length whose time was observed 0, 1, 2, 3 times
 _CLOSE, _CLOSE_WAIT = 0.8, 8  # where drafting is expected to earn that share of plain steps, wait no longer
 _DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
@@ -52,11 +53,13 @@ class Estimates:
         tokens: Of one sequence in a step.
         step_s: Seconds of a step.
         counts: Observations that the seconds rest on.
+        spread: How far one of them is usually off, as a share.
     """
 
     tokens: Sequence[float]
     step_s: Sequence[float]
     counts: Sequence[int]
+    spread: float = 0.0
 
 
 @dataclass
@@ -114,15 +117,17 @@ class Trials:
             (k, rates[k] / (1 - doubt))
             for k, doubt in doubts.items()
             if self._num_steps >= self._not_before.get(k, 0)
-            if doubt or self.least_gain(k, known.counts[k]) > self.policy.hysteresis
+            if doubt or self.least_gain(known, k) > self.policy.hysteresis
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
 
-    def least_gain(self, k: int, count: int) -> float:
+    def least_gain(self, known: Estimates, k: int) -> float:
         """Return the gain that a length must promise to be taken up, by what its time rests on."""
-        if self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
+        count = known.counts[k]
+        if not count or self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
             return inf
-        return max(self.policy.hysteresis, _LEAST_GAINS[min(count, len(_LEAST_GAINS) - 1)])
+        usual = self.policy.hysteresis + _STANDARD_ERRORS * known.spread / sqrt(count)
+        return max(usual, _LEAST_GAINS[min(count, len(_LEAST_GAINS) - 1)])
 
     def _doubt(self, known: Estimates, k: int) -> float:
         count = min(known.counts[k], len(_DOUBT) - 1)

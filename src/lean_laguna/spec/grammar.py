@@ -13,7 +13,7 @@ Source: https://github.com/guidance-ai/llguidance (grammar syntax, masks).
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,8 @@ def grammar_text(structured: StructuredOutputs) -> str:
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        # As one expression: rules of a grammar are limited to some thousand at a time.
+        return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in structured.choice))
     assert structured.grammar is not None
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))

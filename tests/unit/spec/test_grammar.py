@@ -48,7 +48,7 @@ def by_choice(tokenizer, choices, prefix):
     return fits | (ENDS if prefix.decode("utf-8", "replace") in choices else set())
 
 
-CHOICES = ["return a", "return b", "returns", "é☃", '"\\n"\n', "re"]
+CHOICES = ["return a", "return b", "returns", "é☃", '"\\n"\n', "re", "a|b", "a.c", "(x)", "\\d", "a{2}", "^$"]
 
 
 def test_rows_allow_what_a_look_at_every_token_allows(tokenizer, compiler):
@@ -70,6 +70,17 @@ def test_rows_allow_what_a_look_at_every_token_allows(tokenizer, compiler):
         assert allowed(constraint) == rows[-1:]
         constraint.commit([EOS])
         assert allowed(constraint) == [ENDS]
+
+
+def test_thousands_of_choices_can_be_told_apart(tokenizer, compiler):
+    choices = ["x" * count for count in range(1, 2500)] + [f"option {i}" for i in range(2500)]
+    constraint = compiler.constraint(StructuredOutputs(choice=choices), [], None)
+    for choice in ("x" * 2000, "option 2499"):
+        tokens = tokenizer.encode(choice)
+        rows = allowed(constraint, tokens)
+        assert all(token in row for token, row in zip(tokens, rows, strict=False))
+        assert EOS in rows[-1]
+    assert EOS not in allowed(constraint, tokenizer.encode("option"))[-1]
 
 
 def test_a_forbidden_draft_is_walked_back_from(tokenizer, compiler):
