@@ -28,7 +28,7 @@
 #define COPIES (SPLIT / COPIED_KEYS)
 // A page holds a whole number of COPIED_KEYS, or they of it.
 #define PAGES (KV_BLOCK < SPLIT ? SPLIT / KV_BLOCK : 1)
-#define AT_ONCE (TILES == 2 ? 3 : 2)
+#define AT_ONCE (LONE ? 1 : 2)
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
 #define INF __int_as_float(0x7f800000)
@@ -105,34 +105,40 @@ DEVICE void prefetch_split(const u16 *k_cache, const u16 *v_cache, const Task &t
     }
 }
 
-DEVICE uint2 load_fresh4(const u16 *p) {
-    // Some rows of qkv start at any even element: two loads of two.
-    return WIDTH % 4 == 0 ? load_fresh2(p) : make_uint2(load_fresh_pair(p), load_fresh_pair(p + 2));
+DEVICE uint4 load_fresh8(const u16 *p) {
+    // Some rows of qkv start at any even element: four loads of two.
+    if (WIDTH % 8 == 0) return load_fresh(p);
+    return make_uint4(load_fresh_pair(p), load_fresh_pair(p + 2), load_fresh_pair(p + 4), load_fresh_pair(p + 6));
 }
 
-// One head, four elements a lane, normalised and turned as Hugging Face rounds.
-DEVICE uint2 turned(uint2 raw, uint2 by, uint2 cosines, uint2 sines, float eps, int lane) {
-    float v[4] = {low(raw.x), high(raw.x), low(raw.y), high(raw.y)};
-    const float c[4] = {low(cosines.x), high(cosines.x), low(cosines.y), high(cosines.y)};
-    const float s[4] = {low(sines.x), high(sines.x), low(sines.y), high(sines.y)};
+// One head, eight elements a lane of half a warp, normalised and turned as Hugging Face rounds.
+DEVICE uint4 turned(uint4 raw, uint4 by, uint4 cosines, uint4 sines, float eps, int lane) {
+    u32 x[4] = {raw.x, raw.y, raw.z, raw.w};
+    const u32 w[4] = {by.x, by.y, by.z, by.w}, c[4] = {cosines.x, cosines.y, cosines.z, cosines.w};
+    const u32 s[4] = {sines.x, sines.y, sines.z, sines.w};
     if (QK_NORM) {
-        const float w[4] = {low(by.x), high(by.x), low(by.y), high(by.y)};
-        const float inverse =
-            rsqrtf(sum_over_warp(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / P + eps);
-        for (int i = 0; i < 4; i++) v[i] = rounded(rounded(v[i] * inverse) * w[i]);
+        float squares = squares_of(raw);
+#pragma unroll
+        for (int lanes = 8; lanes; lanes >>= 1) squares += exchange(squares, lanes);
+        const float inverse = rsqrtf(squares / P + eps);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = scaled_pair(x[i], inverse, w[i]);
     }
+#pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float other = exchange(v[i], HALF / 4);
-        const int d = lane * 4 + i;
-        if (d < ROTARY) v[i] = rounded(rounded(v[i] * c[i]) + rounded((d < HALF ? -other : other) * s[i]));
+        const u32 other = __float_as_uint(exchange(__uint_as_float(x[i]), HALF / 8));
+        const float sign = lane % 16 * 8 < HALF ? -1.0f : 1.0f;
+        const float low_part = rounded(low(x[i]) * low(c[i])) + rounded(sign * low(other) * low(s[i]));
+        const float high_part = rounded(high(x[i]) * high(c[i])) + rounded(sign * high(other) * high(s[i]));
+        if (lane % 16 * 8 < ROTARY) x[i] = pack(low_part, high_part);
     }
-    return make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+    return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Four elements of a position's row of the rotary tables, for the four that a lane turns.
-DEVICE uint2 angles(const u16 *table, int position, int lane) {
-    const int d = lane * 4;
-    return d < ROTARY ? *(const uint2 *)(table + (size_t)position * HALF + d % HALF) : make_uint2(0, 0);
+// Eight elements of a position's row of the rotary tables, for the eight that a lane turns.
+DEVICE uint4 angles(const u16 *table, int position, int lane) {
+    const int d = lane % 16 * 8;
+    return d < ROTARY ? *(const uint4 *)(table + (size_t)position * HALF + d % HALF) : make_uint4(0, 0, 0, 0);
 }
 
 // log(1 + exp(x)); where that is hardly more than exp(x), by its series.
@@ -209,7 +215,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
 
     // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
-    const uint2 q_by = *(const uint2 *)(q_norm + lane * 4), k_by = *(const uint2 *)(k_norm + lane * 4);
+    const uint4 q_by = *(const uint4 *)(q_norm + lane % 16 * 8), k_by = *(const uint4 *)(k_norm + lane % 16 * 8);
     if (thread < num_requests) {
         const int count = load_fresh32(row_count + thread), start = load_fresh32(row_start + thread);
         rows.count[thread] = count, rows.start[thread] = start;
@@ -286,40 +292,43 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             // The queries, and the rows of this step whose own keys fall into this split. All clusters of a
             // (request, KV head) compute those; the first one's program writes them.
             const int fresh = is_first ? task.num_queries : 0, items = fresh + max(end - begin + 1, 0);
-            for (int offset = warp; offset < items; offset += AT_ONCE * WARPS) {
-                // Loads first, then the arithmetic.
-                uint2 raw[AT_ONCE], v[AT_ONCE], cosines[AT_ONCE], sines[AT_ONCE];
+            if (is_first) gate = gate_of(task, place + live * warp, qkv);
+            for (int base = 2 * warp; base < items; base += 2 * AT_ONCE * WARPS) {
+                // Two heads a warp at a time; loads first, then the arithmetic.
+                uint4 raw[AT_ONCE], v[AT_ONCE], cosines[AT_ONCE], sines[AT_ONCE];
                 int block[AT_ONCE];
+                const int d = lane % 16 * 8;
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {
-                    const int i = offset + j * WARPS, c = task.first_query + i;
+                    const int i = base + lane / 16 + 2 * j * WARPS, c = task.first_query + i;
                     const bool is_query = i < fresh;
                     const int position = is_query ? task.first + c / GROUP : begin + i - fresh;
+                    raw[j] = v[j] = cosines[j] = sines[j] = make_uint4(0, 0, 0, 0), block[j] = 0;
                     if (i >= items) continue;
                     const u16 *row = qkv + (size_t)(task.start + position - task.first) * WIDTH;
                     const int head = is_query ? task.head * GROUP + c % GROUP : H + task.head;
-                    raw[j] = load_fresh4(row + head * P + lane * 4);
+                    raw[j] = load_fresh8(row + head * P + d);
                     cosines[j] = angles(cos_table, position, lane);
                     sines[j] = angles(sin_table, position, lane);
                     if (is_query) continue;
-                    v[j] = load_fresh4(row + (head + J) * P + lane * 4);
+                    v[j] = load_fresh8(row + (head + J) * P + d);
                     block[j] = load_fresh32(own_table + position / KV_BLOCK);
                 }
-                if (is_first && offset == warp) gate = gate_of(task, place + live * warp, qkv);
 #pragma unroll 1
-                for (int i = offset; i < min(items, offset + AT_ONCE * WARPS); i += WARPS) {
+                for (int i = base + lane / 16, on = base; on < min(items, base + 2 * AT_ONCE * WARPS); on += 2 * WARPS) {
                     const int position = begin + i - fresh;
-                    const uint2 x = turned(raw[0], i < fresh ? q_by : k_by, cosines[0], sines[0], eps, lane);
-                    if (i < fresh) *(uint2 *)(queries + i * STRIDE + lane * 4) = x;
-                    if (i >= fresh) {
-                        *(uint2 *)(keys + (position - from) * STRIDE + lane * 4) = x;
-                        *(uint2 *)(values + (position - from) * STRIDE + lane * 4) = v[0];
+                    const uint4 x = turned(raw[0], i < fresh ? q_by : k_by, cosines[0], sines[0], eps, lane);
+                    if (i < fresh) *(uint4 *)(queries + i * STRIDE + d) = x;
+                    if (i >= fresh && i < items) {
+                        *(uint4 *)(keys + (position - from) * STRIDE + d) = x;
+                        *(uint4 *)(values + (position - from) * STRIDE + d) = v[0];
+                        if (task.first_query == 0) {
+                            const size_t at = place_in_cache(block[0], position, task.head, d);
+                            *(uint4 *)(k_cache + at) = x;
+                            *(uint4 *)(v_cache + at) = v[0];
+                        }
                     }
-                    if (i >= fresh && task.first_query == 0) {
-                        const size_t at = place_in_cache(block[0], position, task.head, lane * 4);
-                        *(uint2 *)(k_cache + at) = x;
-                        *(uint2 *)(v_cache + at) = v[0];
-                    }
+                    i += 2 * WARPS;
 #pragma unroll
                     for (int j = 1; j < AT_ONCE; j++) {
                         raw[j - 1] = raw[j], v[j - 1] = v[j], block[j - 1] = block[j];
