@@ -105,7 +105,10 @@ class CudaLayers:
         qkv = rows_of(scratch.qkv, shape.width)
         heads = rows_of(scratch.heads, shape.num_heads * shape.head_dim)
         if products.fits_project(attention.qkv) and attention.gate is None:
-            products.project(hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch)
+            least = products.LEAST_OF_TWO if launch.cols == 1 and not shape.window else 0
+            products.project(
+                hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch, least_shared=least
+            )
         else:
             project_qkv(attention, hidden, qkv, n, tiles, launch, eps)
         norms = (attention.q_norm, attention.k_norm)

@@ -48,9 +48,14 @@ PACKED_RING = 8
 PROGRAMS = 2
 """Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
 first takes its place."""
+LONE_DOWN, MAX_LONE_BYTES = 1, 100_000
+"""Whether a lone row's down has all its weights on their way at once, where they have room."""
 LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
+LEAST_OF_TWO = 76_801
+"""Bytes of which a multiprocessor of 228 KiB holds two and no third: there is then room beside them everywhere, which
+a cluster of programs needs."""
 MAX_EXPERTS = 256
 TABLE_BYTES = 1 << 15
 """Enough for the routing tables of 16 rows."""
@@ -125,6 +130,7 @@ def project(
     gated: bool = False,
     normed: Tensor | None = None,
     rows: int = 0,
+    least_shared: int = 0,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -139,6 +145,7 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
+        least_shared: Bytes of shared memory that a program takes at least; see ``LEAST_OF_TWO``.
     """
     if isinstance(weight, Packed):
         packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
@@ -172,7 +179,7 @@ def project(
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (_codes(weight), scale_words(weight, tall), factors)
     arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
-    launch_kernel(source, grid, THREADS, shared, arguments, launch)
+    launch_kernel(source, grid, THREADS, max(shared, least_shared), arguments, launch)
 
 
 def fits_project_add(weight: Weight) -> bool:
@@ -240,6 +247,7 @@ def fits_experts(mlp: SparseWeights) -> bool:
         mlp.gate_up.shape[2] % THREADS == 0
         and experts % 32 == 0
         and experts <= MAX_EXPERTS
+        and mlp.top_k <= 32
         and n % THREADS == 0
         and n <= 4096
         and f in (THREADS, 2 * THREADS, 4 * THREADS)
@@ -325,6 +333,13 @@ def run_experts(
         (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
         launch,
     )
+    lone_bytes = (9 * mlp.top_k * f + fs) * 2 + table_bytes + contest_bytes(experts, mlp.top_k, 1) + WARPS * 64 + 16
+    if cols == 1 and LONE_DOWN and _is_bulk(mlp.down) and lone_bytes <= MAX_LONE_BYTES:
+        lone = Source.of("lone_down", N=d, REHEARSE=REHEARSE, PROGRAMS=LONE_PROGRAMS, **constants)
+        lone_arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)
+        scalings = (float(mlp.scaling), float(mlp.softcap))
+        launch_kernel(lone, d // 8, THREADS, lone_bytes, (*lone_arguments, num_rows, *scalings), launch)
+        return
     ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
     down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)
