@@ -10,6 +10,7 @@ from typing import Any
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.plan.cards import CARDS, MIB, UNIFIED_SYSTEM_BYTES
 from lean_laguna.plan.engine_memory import EngineLimits, EngineMemory, bytes_by_group, loaded_bytes
+from lean_laguna.plan.inventory import FLOATS, Inventory
 from lean_laguna.plan.schemes import TITLES, stored_as
 from lean_laguna.plan.subject import Drafter, Target
 from lean_laguna.plan.vllm_memory import OVERHEAD_BYTES, UNIFIED_OVERHEAD_BYTES, VLLMMemory
@@ -90,8 +91,10 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
     workspace = memory.workspace(wish.context, wish.num_streams)
     weights = loaded_bytes(target.inventory, limits)
     drafter_bytes = loaded_bytes(drafter.inventory, limits) if drafter else 0
+    words = _scale_words(target.inventory, limits)
+    workspace |= {"scales, as the kernels take them": words} if words else {}
     used = weights + drafter_bytes + sum(workspace.values()) + budget.total_bytes
-    beside = room.total_bytes - weights - drafter_bytes
+    beside = room.total_bytes - weights - drafter_bytes - words
     return {
         "weights_bytes": weights,
         "drafter_bytes": drafter_bytes,
@@ -113,6 +116,16 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
             *(["--kv-cache-dtype fp8"] if limits.kv_cache_dtype == "fp8" else []),
         ],
     }
+
+
+def _scale_words(inventory: Inventory, limits: EngineLimits) -> int:
+    """Return what scales of packed weights take once more: at most four bytes for 64 columns of a row.
+
+    NVFP4 takes just that, blocks and wide groups less.
+    """
+    if not limits.is_on_gpu:
+        return 0
+    return sum(group.num_weights // 16 for group in inventory.groups if group.number_format not in FLOATS)
 
 
 def _theirs(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> dict[str, Any]:

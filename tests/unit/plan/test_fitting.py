@@ -40,6 +40,17 @@ def test_the_parts_add_up():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_packed_weights_scales_are_held_twice_on_a_gpu():
+    found = plan(XS, None, room("h200"), wish())["lean_laguna"]["workspace"]
+    packed = sum(g.num_weights for g in XS.inventory.groups if g.number_format == "NVFP4")
+    assert found["scales, as the kernels take them"] == packed // 16
+    on_cpu = plan(XS, None, room("h200"), wish(is_on_gpu=False))["lean_laguna"]["workspace"]
+    plain = plan(target_of_shape("laguna-xs-2.1", "bf16"), None, room("h200"), wish())["lean_laguna"][
+        "workspace"
+    ]
+    assert not any("scales" in name for name in (*on_cpu, *plain))
+
+
 def test_the_recipe_fits_its_dgx_spark():
     # It serves 262,144 positions there, from 12 GiB of FP8 keys and values that hold 1.5 times that.
     recipe = dataclasses.replace(wish(262144, 1), vllm_kv_bytes=1)
