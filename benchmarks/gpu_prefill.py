@@ -146,7 +146,7 @@ class Bench:
         taps = torch.empty(
             rows, len(self.shape.taps), self.shape.hidden, dtype=self.dtype, device=self.device
         )
-        return PrefillStep(self.weights, self.caches, scratch, self.shape.taps, taps, tiles or self.tiles)
+        return PrefillStep(self.weights, self.caches, scratch, self.shape.taps, taps, tiles=tiles or self.tiles)
 
     def compile(self, runs: list[Run]) -> None:
         """Compile every kernel that the runs would launch, side by side, launching none."""
@@ -226,7 +226,7 @@ class Bench:
                 getattr(scratch, name).fill_(float("nan"))
             taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
             got, at = [], 0
-            step = PrefillStep(weights, caches, scratch, (0,), taps, self.tiles, library_from=chunk)
+            step = PrefillStep(weights, caches, scratch, (0,), taps, tiles=self.tiles, library_from=chunk)
             while at < length:
                 n = min(2 * chunk, length - at)
                 step.scratch.input_ids[:n] = ids[at : at + n]

@@ -22,7 +22,7 @@ from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
 from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
-from lean_laguna.kernels.triton.context import append_chunk_context, context_width
+from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
 from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, PrefillStep
 from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 
@@ -95,13 +95,17 @@ class ChunkPrompts:
         """Set buffers aside for as many tokens as a step may take of one prompt."""
         self._programs, self._group_ids, self._block = programs, tuple(group_ids), limits.prefill_chunk_size
         rows = most_rows(limits.budget(is_beside=False), self._block, max_model_len)
-        taps, width = None, 0
-        if programs.drafter is not None:
-            D, width = programs.target.norm.shape[0], context_width(programs.drafter)
-            taps = programs.target.norm.new_zeros(rows, len(programs.tap_layers), D)
+        drafter, width, self._sums = programs.drafter, 0, torch.empty(0)
+        if drafter is not None:
+            width = context_width(drafter)
+            self._sums = torch.zeros(rows, programs.target.norm.shape[0], device=programs.device)
         scratch = PrefillScratch.allocate(programs.target, rows, block=self._block, context_width=width)
         self._step = PrefillStep(
-            programs.target, programs.caches, scratch, tap_layers=programs.tap_layers, taps=taps
+            programs.target,
+            programs.caches,
+            scratch,
+            tap_layers=programs.tap_layers,
+            tapped=None if drafter is None else self._fold,
         )
         self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
         self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
@@ -141,14 +145,19 @@ class ChunkPrompts:
     def _launch(self, first: int, num_tokens: int, *, wants_all: bool = False) -> Tensor:
         tables = tuple(self._table_of[id(table)] for table in self._programs.caches.tables)
         ids = self._step.scratch.input_ids
+        self._sums[:num_tokens].zero_()
         hidden = self._step.run(ids, first, num_tokens, tables=tables, all_rows=wants_all)
         self._append_context(first, num_tokens)
         return hidden
 
+    def _fold(self, index: int, hidden: Tensor, num_tokens: int, room: tuple[Tensor, Tensor]) -> None:
+        assert self._programs.drafter is not None
+        fold_tap(self._programs.drafter, index, hidden, self._sums[: len(hidden)], num_tokens, room)
+
     def _append_context(self, first: int, num_tokens: int) -> None:
         """Write the drafter's context of the chunks just run, one by one: they may share pages."""
         programs, step = self._programs, self._step
-        if programs.drafter is None or step.taps is None:
+        if programs.drafter is None:
             return
         for at in range(0, num_tokens, self._block):
             num = min(self._block, num_tokens - at)
@@ -156,7 +165,7 @@ class ChunkPrompts:
             append_chunk_context(
                 programs.drafter,
                 programs.pools.group(programs.draft_group),
-                step.taps[at : at + len(buffers[0])],
+                self._sums[at : at + len(buffers[0])],
                 self._tables[programs.draft_group],
                 first + at,
                 num,

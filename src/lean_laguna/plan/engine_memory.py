@@ -166,7 +166,8 @@ class EngineMemory:
         rows = num_seqs * (1 + self._max_draft_tokens)
         if not self.limits.is_on_gpu:
             chunk = max(self.limits.chunk_size, rows)
-            row = self._stream_values() + config.hidden_size + self._widest_values()
+            taps = 0 if drafter is None else len(drafter.target_layer_ids)
+            row = (3 + taps) * config.hidden_size + self._widest_values()
             return {
                 # Some values in float32 beside the engine's format.
                 "a chunk of prompt": chunk * row * (size + 4),
@@ -184,20 +185,18 @@ class EngineMemory:
             block * (delta + self._attention_values()) + keys,
             block * (delta + max(self._dense_values(), self._context_values())),
             chunk * (delta + self._experts_values(chunk // block)),
+            0 if drafter is None else delta * (chunk + block),
         )
+        # Residual stream and normalised; what the drafter makes of it in float32.
+        stream = chunk * config.hidden_size * (2 * size + (0 if drafter is None else 4))
         return {
-            "a chunk of prompt": (chunk * self._stream_values() + room) * size,
+            "a chunk of prompt": stream + room * size,
             "the drafter's context projection, joint": self._context_values() * config.hidden_size * size,
             "logits and noise": MAX_ROWS * config.vocab_size * (4 + 4 + 8),
             "rotary tables": positions * dims * size,
             "parts of attention": self._attention_parts(context),
             "device: context, kernels, graphs": DEVICE_BYTES,
         }
-
-    def _stream_values(self) -> int:
-        """Return the values that a row has through all layers: stream, normalised, what drafters tap."""
-        taps = 0 if self._drafter is None else len(self._drafter.target_layer_ids)
-        return (2 + taps) * self._config.hidden_size
 
     def _widest_values(self) -> int:
         """Return the values that one row leaves within a part of a layer."""

@@ -188,10 +188,39 @@ def context_width(weights: DrafterWeights) -> int:
     return weights.context_kv.shape[0]
 
 
+def fold_tap(
+    weights: DrafterWeights,
+    index: int,
+    hidden: Tensor,
+    sums: Tensor,
+    num_tokens: int,
+    buffers: tuple[Tensor, Tensor],
+) -> None:
+    """Add one tapped layer's share of a chunk's context, before its norm.
+
+    Args:
+        weights: Of the drafter.
+        index: Of the tapped layer among the tapped ones.
+        hidden: [C, D] the target's residual stream, of which the first ``num_tokens`` rows count.
+        sums: [C, D] float32, added to; zero before the first tapped layer.
+        num_tokens: Tokens.
+        buffers: [C, D] and [B, D], B rows at a time; contents mean nothing before and after.
+    """
+    normed, product = buffers
+    D, rows = hidden.shape[1], product.shape[0]
+    if weights.aux_norms is not None:
+        norm_rows(hidden, weights.aux_norms[index : index + 1], normed, num_tokens, weights.eps)
+        hidden = normed
+    part = as_plain(weights.fc)[:, index * D : (index + 1) * D].t()
+    for at in range(0, num_tokens, rows):
+        x = hidden[at : at + rows]
+        sums[at : at + rows] += torch.mm(x, part, out=product[: len(x)])
+
+
 def append_chunk_context(
     weights: DrafterWeights,
     cache: tuple[Tensor, Tensor],
-    taps: Tensor,
+    sums: Tensor,
     table: Tensor,
     first: int,
     num_tokens: int,
@@ -199,22 +228,20 @@ def append_chunk_context(
 ) -> None:
     """Write the context of a prefilled chunk: the same as ``append_context``, for many rows of one sequence.
 
-    Rows are rounded alike but summed by the library, so bits may differ; they decide on drafts, no more.
+    Rows are rounded elsewhere and summed by the library, so bits may differ; they decide on drafts, no more.
 
     Args:
         weights: Of the drafter.
         cache: Keys and values, [L, num_blocks, kv_block_size, J, P] each; the tokens' slots are written.
-        taps: [C, m, D] features of the target, of which the first ``num_tokens`` count; may be changed.
+        sums: [C, D] float32 from ``fold_tap``, of which the first ``num_tokens`` rows count.
         table: [.] int32 block table of the sequence in the drafter's group.
         first: Position of the first token.
         num_tokens: Tokens.
         buffers: [C, D], [C, D] and [C, ``context_width``]; contents mean nothing before and after.
     """
     context, normed, kv = buffers
-    n, eps, (C, m, D) = num_tokens, weights.eps, taps.shape
-    if weights.aux_norms is not None:
-        norm_rows(taps.view(C * m, D), weights.aux_norms, taps.view(C * m, D), n * m, eps)
-    torch.mm(taps.view(C, m * D), as_plain(weights.fc).t(), out=context)
+    n, eps = num_tokens, weights.eps
+    context.copy_(sums)
     norm_rows(context, weights.hidden_norm[None], context, n, eps)
     layer, (num_layers, _, kv_block_size, J, P) = weights.layers[0], cache[0].shape
     plain = as_plain(weights.context_kv)

@@ -14,6 +14,7 @@ sum over a token's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,10 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, Spars
 
 LIBRARY_FROM = 4096
 """The library takes keys in multiples of so many: few shapes, each of which takes it time at first."""
+
+
+Tapped = Callable[[int, Tensor, int, tuple[Tensor, Tensor]], None]
+"""What takes the residual stream after a tapped layer; see ``PrefillStep.tapped``."""
 
 
 def _has_library(weight: Weight) -> bool:
@@ -58,6 +63,8 @@ class PrefillStep:
         tap_layers: Layers whose residual stream the drafter reads, in the order of ``taps``.
         taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
             None.
+        tapped: Called after each tapped layer with its index in ``tap_layers``, the residual stream [., D],
+            the number of tokens, and room: [., D] and [B, D]; or None.
         tiles: By kernel class; None takes those of the device.
         library_from: In full layers, cuDNN takes the keys before a block up to the last multiple of so many;
             None where there is none.
@@ -68,6 +75,7 @@ class PrefillStep:
     scratch: PrefillScratch
     tap_layers: tuple[int, ...] = ()
     taps: Tensor | None = None
+    tapped: Tapped | None = None
     tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
     _tiles: PrefillTiles = field(init=False, repr=False)
@@ -144,8 +152,12 @@ class PrefillStep:
                 for block in blocks:
                     self._run_dense(layer.mlp, block, after, tap if tap is None else tap[block.own])
             else:
-                self._run_experts(layer.mlp, blocks, rows, after, tap)
+                self._run_experts(layer.mlp, blocks, rows, tap)
                 norm_rows(hidden, after[None], normed, num_tokens, eps)
+            if self.tapped is not None and i in self.tap_layers:
+                rest = scratch.beside_delta(rows)[: scratch.block * hidden.shape[1]]
+                room = scratch.delta(rows), rest.view(-1, hidden.shape[1])
+                self.tapped(self.tap_layers.index(i), hidden, num_tokens, room)
 
     def _attend(self, i: int, layer: LayerWeights, table: Tensor, block: Block, chunk_first: int) -> None:
         """Add attention to a block's residual stream; leave it normalised for the MLP."""
@@ -197,9 +209,7 @@ class PrefillStep:
         self._multiply(act, mlp.down, delta)
         add_norm(scratch.hidden[block.own], delta, after, normed, block.length, self.weights.eps, tap=tap)
 
-    def _run_experts(
-        self, mlp: SparseWeights, blocks: list[Block], rows: int, after: Tensor, tap: Tensor | None
-    ) -> None:
+    def _run_experts(self, mlp: SparseWeights, blocks: list[Block], rows: int, tap: Tensor | None) -> None:
         """Add the experts to a chunk's residual stream."""
         scratch, A = self.scratch, mlp.top_k
         E, D, F = mlp.down.shape

@@ -108,7 +108,9 @@ class PrefillScratch:
         num = ordered[0] * ordered[1] * ordered[2]
         attention = block * (D + attention_width(weights)) + 2 * num
         within_block = block * (D + max(dense_width(weights), context_width))
-        room = empty(max(attention, within_block, rows * (D + experts_width(weights, rows, block))))
+        folding = D * (rows + block) if context_width else 0
+        experts = rows * (D + experts_width(weights, rows, block))
+        room = empty(max(attention, within_block, experts, folding))
         keys = room[block * D : block * D + 2 * num].view(2, *ordered)
         return cls(
             rows=rows,

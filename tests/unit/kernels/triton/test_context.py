@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from tests.support.drafters import laguna_json, random_drafter, speculators_json, zlab_json
 
 from lean_laguna.engine.gpu_weights import drafter_weights
-from lean_laguna.kernels.triton.context import append_chunk_context, context_width
+from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
 
 PAGE, BLOCKS, FIRST, TOKENS, ROWS = 4, 16, 5, 21, 32
 
@@ -29,7 +29,11 @@ def test_a_chunks_context_equals_the_modules(config, device, poisoned):
     at = torch.arange(FIRST, FIRST + TOKENS, device=device)
     cos, sin = (part.unsqueeze(-2) for part in drafter.rotary.compute(at))
     buffers = tuple(poisoned(ROWS, n, of=torch.float32) for n in (D, D, width))
-    append_chunk_context(weights, cache, taps, table, FIRST, TOKENS, buffers)
+    sums = torch.zeros(ROWS, D, device=device)
+    for i in range(taps.shape[1]):
+        room = poisoned(ROWS, D, of=torch.float32), poisoned(8, D, of=torch.float32)
+        fold_tap(weights, i, taps[:, i].contiguous(), sums, TOKENS, room)
+    append_chunk_context(weights, cache, sums, table, FIRST, TOKENS, buffers)
     slots = table[at // PAGE].long(), at % PAGE
     for i, layer in enumerate(drafter.layers):
         keys, values = layer.dense_context_kv(context, cos, sin)

@@ -107,7 +107,7 @@ class Scene:
         for buffer in (scratch.hidden, scratch.normed, scratch.room):
             buffer.fill_(garbage)
         taps = filled(rows, len(TAPS), config.hidden_size)
-        return PrefillStep(self.weights, caches, scratch, TAPS, taps, TILES)
+        return PrefillStep(self.weights, caches, scratch, TAPS, taps, tiles=TILES)
 
     def feed(self, step, end=LENGTH, start=0):
         """Run the chunks of a prompt; return hidden states and taps of every token."""
