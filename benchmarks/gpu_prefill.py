@@ -146,7 +146,9 @@ class Bench:
         taps = torch.empty(
             rows, len(self.shape.taps), self.shape.hidden, dtype=self.dtype, device=self.device
         )
-        return PrefillStep(self.weights, self.caches, scratch, self.shape.taps, taps, tiles=tiles or self.tiles)
+        return PrefillStep(
+            self.weights, self.caches, scratch, self.shape.taps, taps, tiles=tiles or self.tiles
+        )
 
     def compile(self, runs: list[Run]) -> None:
         """Compile every kernel that the runs would launch, side by side, launching none."""
