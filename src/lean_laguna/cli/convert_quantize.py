@@ -181,8 +181,7 @@ def _like(
         for note in notes:
             terminal.note(note)
     original = source if args.like_source is None else open_source(resolve_model(args.like_source))
-    # Threads: more than two get in each other's way.
-    proof = prove(original, model, num_workers=min(workers, 2))
+    proof = prove(original, model, num_workers=workers)
     report["proof"] = dataclasses.asdict(proof)
     terminal.report(
         f"{proof.num_differing_bytes:,} of {proof.num_bytes:,} bytes differ in {proof.num_modules:,} linears "

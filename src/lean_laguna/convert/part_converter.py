@@ -55,6 +55,10 @@ class Conversion:
         source = dataclasses.replace(self.source, reader=self.source.tensors)
         return dataclasses.replace(self, source=source)
 
+    def start(self) -> PartConverter:
+        """Return a worker for it."""
+        return PartConverter(self)
+
 
 class PartConverter:
     """Converts parts of one file after another; may be called from several threads."""
@@ -73,7 +77,7 @@ class PartConverter:
         self._file: Path | None = None
         self._writer: ShardWriter | None = None
 
-    def convert(self, part: Part) -> dict[str, WeightError]:
+    def run(self, part: Part) -> dict[str, WeightError]:
         """Convert a part into the new file of the same name; all parts of one file come before another's.
 
         Returns:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from lean_laguna.convert.modules import fused_set, plain_name
 from lean_laguna.convert.quantize_plan import as_written
 from lean_laguna.convert.source import Source
-from lean_laguna.convert.weight_encoder import WeightEncoder, encoder_pool
+from lean_laguna.convert.weight_encoder import WeightEncoder
+from lean_laguna.convert.worker_pool import Worker, wait_for, worker_pool
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.models.quantised_reader import QuantisedReader
 from lean_laguna.quant.scheme import WeightScheme
@@ -49,11 +52,12 @@ def prove(source: Source, model: Source, *, num_workers: int = 1) -> Proof:
     Args:
         source: Holds these linears unquantised.
         model: The quantised checkpoint.
-        num_workers: Threads.
+        num_workers: Processes, this one included.
 
     Raises:
         CheckpointError: A weight is damaged, or the two checkpoints do not fit each other.
         ConfigError: The source holds none of these linears unquantised.
+        WorkerError: A worker was killed.
     """
     ours = {plain_name(module): module for module in source.shapes if module not in source.quantised}
     pairs = {ours[plain_name(module)]: module for module in model.quantised if plain_name(module) in ours}
@@ -70,15 +74,16 @@ def prove(source: Source, model: Source, *, num_workers: int = 1) -> Proof:
                 f"{list(source.shapes[own])} in {source.path}"
             )
     is_shared = shares_divisors(model)
-    encoder = WeightEncoder(source, schemes, shares_divisors=is_shared)
-    with encoder_pool(num_workers) as pool:
-        counts = list(pool.map(lambda pair: _compare(encoder, model, schemes[pair[0]], *pair), pairs.items()))
-    differing = tuple(theirs for theirs, (_, odd) in zip(pairs.values(), counts, strict=True) if odd)
+    counts: dict[str, tuple[int, int]] = {}
+    with worker_pool(_Comparison(source, model, schemes, is_shared), num_workers) as pool:
+        tasks = [pool.submit(partial(_count, part, counts)) for part in _parts(pairs)]
+        wait_for(tasks)
+    differing = tuple(theirs for own, theirs in pairs.items() if counts[own][1])
     return Proof(
         len(pairs),
         sum(source.shapes[own][0] * source.shapes[own][1] for own in pairs),
-        sum(total for total, _ in counts),
-        sum(odd for _, odd in counts),
+        sum(total for total, _ in counts.values()),
+        sum(odd for _, odd in counts.values()),
         differing,
         is_shared,
     )
@@ -101,9 +106,53 @@ def _divisor_name(scheme: WeightScheme) -> str:
     return "weight_scale_2" if scheme.spelling == "modelopt" else "weight_global_scale"
 
 
-def _compare(
-    encoder: WeightEncoder, model: Source, scheme: WeightScheme, own: str, theirs: str
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class _Comparison:
+    """The job of the proof's workers."""
+
+    source: Source
+    model: Source
+    schemes: Mapping[str, WeightScheme]
+    is_shared: bool
+    device: str = "cpu"
+
+    def portable(self) -> _Comparison:
+        """Return it as another process is sent it."""
+        return self
+
+    def start(self) -> _Comparer:
+        """Return a worker for it."""
+        return _Comparer(self)
+
+
+class _Comparer:
+    """Makes linears again and counts the bytes that differ."""
+
+    def __init__(self, job: _Comparison):
+        self._job = job
+        self._encoder = WeightEncoder(job.source, job.schemes, shares_divisors=job.is_shared)
+
+    def run(self, part: Sequence[tuple[str, str]]) -> dict[str, tuple[int, int]]:
+        """Return bytes, and those that differ, of linears named as in the source and as in the other."""
+        return {own: _compare(self._encoder, self._job.model, own, theirs) for own, theirs in part}
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def _parts(pairs: Mapping[str, str]) -> list[list[tuple[str, str]]]:
+    """Return linears in parts; what shares a divisor is in one."""
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for own, theirs in pairs.items():
+        parts.setdefault(fused_set(own), []).append((own, theirs))
+    return list(parts.values())
+
+
+def _count(part: Sequence[tuple[str, str]], counts: dict[str, tuple[int, int]], worker: Worker) -> None:
+    counts.update(worker.run(part))
+
+
+def _compare(encoder: WeightEncoder, model: Source, own: str, theirs: str) -> tuple[int, int]:
     """Return the bytes of a linear and those that differ."""
     num_bytes = num_differing = 0
     stored: dict[str, Tensor] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from lean_laguna.convert.read_ahead import ReadAhead
 from lean_laguna.convert.shard_layout import WEIGHT
 from lean_laguna.convert.shard_writer import ShardWriter
 from lean_laguna.convert.source import Source
-from lean_laguna.convert.worker_pool import Worker, WorkerPool
+from lean_laguna.convert.weight_encoder import WeightError
+from lean_laguna.convert.worker_pool import Worker, WorkerPool, wait_for
 from lean_laguna.quant.scheme import TensorSpec
 
 Progress = Callable[[int, int, str], None]
@@ -75,7 +76,7 @@ class ShardConversion:
         ahead = ReadAhead(file)
         try:
             parts = parts_of(file, names, self._sizes)
-            _await([pool.submit(partial(self._one, part, ahead)) for part in parts])
+            wait_for([pool.submit(partial(self._one, part, ahead)) for part in parts])
         except BaseException:
             writer.discard()
             raise
@@ -95,7 +96,7 @@ class ShardConversion:
 
     def _one(self, part: Part, ahead: ReadAhead, worker: Worker) -> None:
         ahead.note(self._source.tensors.bytes_of(part.names[0])[1])
-        errors = worker.convert(part)
+        errors: dict[str, WeightError] = worker.run(part)
         with self._lock:
             self._state.errors.update(errors)
         self._note(part.num_bytes, part.file)
@@ -130,16 +131,4 @@ def _result(flushed: Future[None], writer: ShardWriter) -> None:
         flushed.result()
     except BaseException:
         writer.discard()
-        raise
-
-
-def _await(tasks: Sequence[Future[None]]) -> None:
-    """Wait for all tasks; on the first failure, or an interrupt, give up those that have not begun."""
-    try:
-        for task in tasks:
-            task.result()
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        wait(tasks)
         raise

@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 
@@ -60,18 +59,6 @@ class WeightError:
     def relative(self) -> float:
         """Root of the mean square difference over the root of the mean square weight."""
         return math.sqrt(self.sum_square_errors / self.sum_squares) if self.sum_squares else 0.0
-
-
-@contextlib.contextmanager
-def encoder_pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield threads that quantise, each on one core: every one has a weight of its own."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(num_workers) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 class WeightEncoder:

@@ -1,7 +1,7 @@
-"""A worker process of ``worker_pool``: converts the parts that it is sent, until the pipe closes.
+"""A worker process of ``worker_pool``: does the parts that it is sent, until the pipe closes.
 
-Comes in: a ``Conversion``, then parts. Goes out: a byte once it is ready, then per part what came of it, or
-the error, and the largest memory so far.
+Comes in: a job, then parts. Goes out: a byte once it is ready, then per part what came of it, or the error,
+and the largest memory so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import BinaryIO
 
 import torch
 
-from lean_laguna.convert.part_converter import PartConverter
 from lean_laguna.core.errors import LeanLagunaError
 from lean_laguna.core.memory import peak_rss_bytes
 
@@ -23,14 +22,14 @@ from lean_laguna.core.memory import peak_rss_bytes
 def serve(asked: BinaryIO, answers: BinaryIO) -> None:
     """Answer until there is no more to do, or nobody who listens."""
     with contextlib.suppress(EOFError, BrokenPipeError):
-        converter = PartConverter(pickle.load(asked))
+        worker = pickle.load(asked).start()
         answers.write(b"\n")
         answers.flush()
         while True:
             part = pickle.load(asked)
             answer: object
             try:
-                answer = converter.convert(part)
+                answer = worker.run(part)
             except LeanLagunaError as error:
                 answer = error
             except Exception:

@@ -1,4 +1,4 @@
-"""Workers that convert parts side by side: a thread of this process, and processes of their own beside it.
+"""Workers that do parts of a job side by side: a thread of this process, and further processes.
 
 Processes, because every small operation takes Python's lock: threads bring nothing. They are told what to do
 over a pipe and end when it closes, so none outlives this process however it ends. An interrupt from the
@@ -15,15 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from lean_laguna.convert.part_converter import Conversion, Part, PartConverter
-from lean_laguna.convert.weight_encoder import WeightError
 from lean_laguna.core.errors import ConfigError, WorkerError
 
 _MODULE = "lean_laguna.convert.worker"
@@ -33,10 +31,31 @@ _OWN_THREADS = 1
 
 
 class Worker(Protocol):
-    """Who converts parts, here or in another process."""
+    """Who does parts of a job, here or in another process."""
 
-    def convert(self, part: Part) -> dict[str, WeightError]:
-        """Convert a part, as ``PartConverter``."""
+    def run(self, part: Any) -> Any:
+        """Do a part and return what comes of it."""
+
+
+class OwnWorker(Worker, Protocol):
+    """A worker in this process; may be called from several threads."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class Job(Protocol):
+    """What workers are for. Jobs, parts and what comes of them are pickled for other processes."""
+
+    @property
+    def device(self) -> str:
+        """Where the work is done."""
+
+    def portable(self) -> Job:
+        """Return it as another process is sent it."""
+
+    def start(self) -> OwnWorker:
+        """Return a worker for it."""
 
 
 class WorkerPool:
@@ -47,11 +66,11 @@ class WorkerPool:
         peak_rss_bytes: Memory that processes have taken at most, all together.
     """
 
-    def __init__(self, conversion: Conversion, *, num_threads: int = 1, num_processes: int = 0):
+    def __init__(self, job: Job, *, num_threads: int = 1, num_processes: int = 0):
         """Start workers.
 
         Args:
-            conversion: What they do.
+            job: What they do.
             num_threads: Workers in this process.
             num_processes: Workers in processes of their own.
 
@@ -59,7 +78,7 @@ class WorkerPool:
             ConfigError: No process can be started.
         """
         self.cpu_s, self.peak_rss_bytes = 0.0, 0
-        self._here = PartConverter(conversion)
+        self._here = job.start()
         self._free: SimpleQueue[Worker] = SimpleQueue()
         self._processes: list[_Process] = []
         self._joining: list[threading.Thread] = []
@@ -75,7 +94,7 @@ class WorkerPool:
             raise ConfigError(
                 f"cannot start a worker process: {error.strerror or error}; expected fewer --workers"
             ) from None
-        message = pickle.dumps(conversion.portable()) if num_processes else b""
+        message = pickle.dumps(job.portable()) if num_processes else b""
         # They take a second to start: until then the others work alone.
         self._joining = [
             threading.Thread(target=self._join, args=(process, message), daemon=True)
@@ -85,7 +104,7 @@ class WorkerPool:
             thread.start()
 
     def submit(self, task: Callable[[Worker], None]) -> Future[None]:
-        """Have a task done with the next worker that is free; all of a file come before another file's."""
+        """Have a task done with the next worker that is free."""
         return self._threads.submit(self._run, task)
 
     def close(self) -> None:
@@ -115,13 +134,13 @@ class WorkerPool:
 
 
 @contextlib.contextmanager
-def worker_pool(conversion: Conversion, num_workers: int) -> Iterator[WorkerPool]:
+def worker_pool(job: Job, num_workers: int) -> Iterator[WorkerPool]:
     """Yield workers of one core each: threads where a GPU encodes, else this process and further ones."""
     num_torch_threads = torch.get_num_threads()
-    is_cpu = conversion.device == "cpu"
+    is_cpu = job.device == "cpu"
     torch.set_num_threads(1)
     pool = WorkerPool(
-        conversion,
+        job,
         num_threads=_OWN_THREADS if is_cpu else num_workers,
         num_processes=num_workers - _OWN_THREADS if is_cpu else 0,
     )
@@ -130,6 +149,18 @@ def worker_pool(conversion: Conversion, num_workers: int) -> Iterator[WorkerPool
     finally:
         pool.close()
         torch.set_num_threads(num_torch_threads)
+
+
+def wait_for(tasks: Sequence[Future[None]]) -> None:
+    """Wait for all tasks; on the first failure, or an interrupt, give up those that have not begun."""
+    try:
+        for task in tasks:
+            task.result()
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        wait(tasks)
+        raise
 
 
 class _Process:
@@ -156,8 +187,8 @@ class _Process:
             self._to.flush()
             self._from.read(1)
 
-    def convert(self, part: Part) -> dict[str, WeightError]:
-        """Have it convert a part.
+    def run(self, part: Any) -> Any:
+        """Have it do a part.
 
         Raises:
             LeanLagunaError: Its error.
@@ -174,8 +205,7 @@ class _Process:
             ) from None
         if isinstance(answer, Exception):
             raise answer
-        errors: dict[str, WeightError] = answer
-        return errors
+        return answer
 
     def end(self) -> None:
         """Have it end, whatever it does."""

@@ -29,7 +29,7 @@ def test_parts_by_two_converters_make_a_file(tmp_path: Path) -> None:
     converters = [PartConverter(conversion), PartConverter(sent)]
     errors = {}
     for i, name in enumerate(names):
-        errors |= converters[i % 2].convert(Part(file, (name,), 0))
+        errors |= converters[i % 2].run(Part(file, (name,), 0))
     for converter in converters:
         converter.close()
     writer.finish()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lean_laguna.convert import worker_pool
 from lean_laguna.convert.quantize_proof import prove, shares_divisors
 from lean_laguna.convert.source import open_source
 from lean_laguna.core.errors import CheckpointError, ConfigError
@@ -18,7 +19,7 @@ from support.quantised import change_tensors, convert, convert_mixed, write_targ
 def test_its_own_checkpoints_are_made_again_to_the_byte(scheme: str, tmp_path: Path) -> None:
     source = write_target(tmp_path / "source")
     convert(source, tmp_path / "made", "experts", scheme)
-    proof = prove(open_source(source), open_source(tmp_path / "made"), num_workers=2)
+    proof = prove(open_source(source), open_source(tmp_path / "made"))
     assert proof.num_modules == 81
     assert proof.num_weights == 81 * 32 * 16
     assert proof.num_differing_bytes == 0
@@ -31,6 +32,17 @@ def test_its_own_checkpoints_are_made_again_to_the_byte(scheme: str, tmp_path: P
         if name.endswith((*parts, ".weight"))
     )
     assert proof.num_bytes == expected
+
+
+def test_processes_count_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_target(tmp_path / "source")
+    convert(source, tmp_path / "made", "experts", "nvfp4")
+    other = write_target(tmp_path / "other", seed=1)
+    given, made = open_source(other), open_source(tmp_path / "made")
+    alone = prove(given, made)
+    assert alone.num_differing_bytes > 1000
+    monkeypatch.setattr(worker_pool, "_OWN_THREADS", 0)
+    assert prove(given, made, num_workers=1) == alone
 
 
 def test_mixed_formats_are_made_again_too(tmp_path: Path) -> None:
