@@ -58,7 +58,7 @@ def grammar_text(structured: StructuredOutputs) -> str:
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:
-        # As one expression: rules of a grammar are limited to some thousand at a time.
+        # As one expression: of rules, a place of a grammar has room for some thousand only.
         return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in structured.choice))
     assert structured.grammar is not None
     try:

