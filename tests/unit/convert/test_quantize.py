@@ -137,8 +137,6 @@ def test_after_a_process_is_killed_outright_the_next_goes_on(tmp_path: Path) -> 
         str(tmp_path / "made"),
         "--scheme",
         "nvfp4",
-        "--workers",
-        "2",
     ]
     done = subprocess.run([sys.executable, "-c", KILLED_OUTRIGHT, *words], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL
