@@ -96,8 +96,8 @@ class LayersBench(Bench):
         stamps = {"STAMPS": STAMPED_BLOCKS}
         return [
             (1, self.launch(1), {}, stamps),
-            (1, self.launch(1), {"BULK_WIDTH": 0}, stamps),
-            (8, self.launch(8), {}, stamps),
+            (1, self.launch(1), {"REHEARSE": 0}, stamps),
+            (8, self.launch(8), {"BULK_WIDTH": 8, "REHEARSE": 0}, stamps),
         ]
 
     def stamps(self) -> dict[str, list[str]]:
@@ -149,21 +149,19 @@ class LayersBench(Bench):
 
     def setups(self) -> list[tuple[str, Launch | None, dict[str, int], dict[str, int]]]:
         """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
-        lone, keep = self.launch(1), {"KEEP_L2": 1}
+        lone, keep, units = self.launch(1), {"KEEP_L2": 1}, {"BULK_WIDTH": 8}
         return [
             ("triton", None, {}, {}),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
             ("8 columns", self.launch(8), {}, {}),
-            ("8 columns, units by the copy engine", self.launch(8), {"BULK_WIDTH": 8}, {}),
-            ("8 columns, keep", self.launch(8), {}, keep),
+            ("8 columns, copy engine", self.launch(8), units, {}),
+            ("8 columns, copy engine, no rehearsal", self.launch(8), units | {"REHEARSE": 0}, {}),
+            ("8 columns, copy engine, no rehearsal, keep", self.launch(8), units | {"REHEARSE": 0}, keep),
             ("1 column", lone, {}, {}),
             ("1 column, no rehearsal", lone, {"REHEARSE": 0}, {}),
             ("1 column, keep", lone, {}, keep),
-            ("1 column, 1 unit", lone, {"BULK_COLUMNS": 2048}, {}),
-            ("1 column, units by lanes", lone, {"BULK_WIDTH": 0}, {}),
-            ("1 column, units by lanes, ring 8", lone, {"BULK_WIDTH": 0, "MAX_RING": 8}, {}),
+            ("1 column, down as at 8", lone, {"LONE_DOWN": 0}, {}),
             ("16 columns", self.launch(16), {}, {}),
-            ("16 columns, copy engine", self.launch(16), {"BULK_WIDTH": 16, "BULK_COLUMNS": 8192}, {}),
         ]
 
     def profile_cuda(self) -> dict[str, Any]:

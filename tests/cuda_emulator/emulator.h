@@ -218,6 +218,7 @@ DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
 DEVICE void wait_for_copies() {}
 DEVICE float exchange(float v, int by) { return emulator::gathered(&emulator::Lane::f, v, emulator::current % 32 ^ by); }
 DEVICE float from_lane(float v, int lane) { return emulator::gathered(&emulator::Lane::f, v, lane); }
+DEVICE int from_lane(int v, int lane) { return emulator::gathered(&emulator::Lane::i, v, lane); }
 DEVICE int max_over_warp(int v) {
     int best = v;
     for (int i = 0; i < 32; i++) best = max(best, emulator::gathered(&emulator::Lane::i, v, i));

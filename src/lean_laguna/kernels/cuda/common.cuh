@@ -204,6 +204,7 @@ DEVICE int min_over_warp(int v) { return __reduce_min_sync(0xffffffffu, v); }
 DEVICE u32 votes(bool v) { return __ballot_sync(0xffffffffu, v); }
 DEVICE float exchange(float v, int lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
 DEVICE float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+DEVICE int from_lane(int v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 #if __CUDA_ARCH__ >= 900
 // Everything the kernel before wrote is there after this; nothing is written before it.
 DEVICE void wait_for_inputs() {

@@ -57,6 +57,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
     }
+#pragma unroll 1
     for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
 #else
     u32 *words = (u32 *)behind + thread;
@@ -142,6 +143,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         if (is_real) {
             count = shared_units + routing.num_slots * (F / 4);
             stamp(ROUTED);
+#pragma unroll 1
             for (int j = 0; j < RING; j++)
                 if (blockIdx.x + j * step >= shared_units) ask(j, blockIdx.x + j * step);
         }

@@ -38,6 +38,8 @@ BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
 BULK_WIDTH = 1
 """Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
+ADD_AHEAD = 8
+"""Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 12, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
@@ -186,8 +188,7 @@ def fits_project_add(weight: Weight) -> bool:
     """Say whether ``project_add`` takes a weight [N, K]."""
     if isinstance(weight, Packed):
         return packed_products.fits_project_add(weight)
-    part = THREADS if isinstance(weight, Tensor) else 2 * THREADS
-    return weight.shape[1] % part == 0 and weight.shape[0] % 16 == 0 and fits(weight, pairs=True)
+    return weight.shape[1] % THREADS == 0 and weight.shape[0] % 16 == 0 and fits(weight)
 
 
 def project_add(
@@ -208,16 +209,10 @@ def project_add(
         return
     n, k = weight.shape
     blocks, is_lone = k // THREADS, launch.cols == 1
-    chunks, tall = _chunks(weight), tall_log(weight)
-    items = 1 if chunks == 4 else 2
-    most = LONE_ADD_RING if is_lone else ADD_RING
-    ring = min(most, blocks) if chunks == 1 else min(2 * PACKED_RING // items, blocks // 2)
-    columns = min(chunks, 2)
-    ahead = (c for c in range(4 if launch.cols <= 8 else 2, 0, -1) if blocks % c == 0 and c % columns == 0)
+    ring = min(LONE_ADD_RING if is_lone else ADD_RING, blocks)
+    ahead = (c for c in range(ADD_AHEAD // (1 if launch.cols <= 8 else 2), 0, -1) if blocks % c == 0)
     source = Source.of(
         "project_add",
-        FORMAT=code_of(weight),
-        TALL=tall,
         K=k,
         N=n,
         WARPS=WARPS,
@@ -226,10 +221,8 @@ def project_add(
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
-    words, factor = scale_words(weight, tall, pairs=True), unit_factors(weight)
-    arguments = (x, _codes(weight), words, factor, hidden, tap, num_rows, *strides)
-    shared = items * ring * THREADS * _item_bytes(weight) + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
-    launch_kernel(source, n // 16, THREADS, shared, arguments, launch)
+    shared = ring * 2 * THREADS * 16 + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    launch_kernel(source, n // 16, THREADS, shared, (x, weight, hidden, tap, num_rows, *strides), launch)
 
 
 def _has_packed(mlp: SparseWeights) -> bool:
@@ -333,7 +326,9 @@ def run_experts(
         (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
         launch,
     )
-    lone_bytes = (9 * mlp.top_k * f + fs) * 2 + table_bytes + contest_bytes(experts, mlp.top_k, 1) + WARPS * 64 + 16
+    lone_bytes = (
+        (9 * mlp.top_k * f + fs) * 2 + table_bytes + contest_bytes(experts, mlp.top_k, 1) + WARPS * 64 + 16
+    )
     if cols == 1 and LONE_DOWN and _is_bulk(mlp.down) and lone_bytes <= MAX_LONE_BYTES:
         lone = Source.of("lone_down", N=d, REHEARSE=REHEARSE, PROGRAMS=LONE_PROGRAMS, **constants)
         lone_arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)

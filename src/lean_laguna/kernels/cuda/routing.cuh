@@ -33,54 +33,58 @@ DEVICE float gate_of(float logit, float softcap) {
 // Whether a key beats another that stands at a place `below` or above its own.
 DEVICE bool beats(int other, int own, bool below) { return other > own || (below && other == own); }
 
-// Most experts that one warp's 32 can contribute.
-#define TAKEN (A < 32 ? A : 32)
 struct alignas(16) Contest {
     int keys[E];
-    int winners[(E / 32 * TAKEN + 3) / 4 * 4];
-    u8 ids[E / 32 * TAKEN];
+    int winners[E / 32 * A];
+    u8 ids[E / 32 * A];
     float gates[E];
 };
 
-// Fill `r` for one token: an expert a thread, whose place among its warp's 32 and then among all warps' best is counted.
-// Called by all threads; a warp may use `r` after it without a barrier, since every warp writes the same.
+// Fill `r` for one token (A at most 32): an expert a thread, whose place among its warp's 32 and then among all warps'
+// best is counted. Called by all threads; a warp may use `r` after it without a barrier, since every warp writes the
+// same. Loops are left as loops: what has to be fetched first is what this takes long for.
 DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, bool is_live, float softcap) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    float gate = 0.0f;
     if (thread < E) {
-        gate = gate_of(from_bf16(load_fresh16(scores + thread)), softcap);
+        const float gate = gate_of(from_bf16(load_fresh16(scores + thread)), softcap);
         const int key = ordered(gate + bias);
         c.keys[thread] = key;
         __syncwarp();
         int place = 0;
-#pragma unroll
-        for (int i = 0; i < 32; i++) place += beats(c.keys[warp * 32 + i], key, i < lane);
-        if (place < TAKEN) {
-            c.winners[warp * TAKEN + place] = key;
-            c.ids[warp * TAKEN + place] = (u8)thread;
+#pragma unroll 1
+        for (int i = 0; i < 32; i += 4) {
+            const uint4 other = *(const uint4 *)(c.keys + warp * 32 + i);
+            place += beats((int)other.x, key, i < lane) + beats((int)other.y, key, i + 1 < lane) +
+                     beats((int)other.z, key, i + 2 < lane) + beats((int)other.w, key, i + 3 < lane);
+        }
+        if (place < A) {
+            c.winners[warp * A + place] = key;
+            c.ids[warp * A + place] = (u8)thread;
             c.gates[thread] = gate;
         }
     }
     __syncthreads();
-    if (thread < E / 32 * TAKEN) {
+    if (thread < E / 32 * A) {
         const int key = c.winners[thread];
         int place = 0;
-#pragma unroll
-        for (int i = 0; i < E / 32 * TAKEN; i++) place += beats(c.winners[i], key, i < thread);
+#pragma unroll 4
+        for (int i = 0; i < E / 32 * A; i++) place += beats(c.winners[i], key, i < thread);
         if (place < A) r.chosen[0][place] = c.ids[thread];
     }
     __syncthreads();
+    const int id = r.chosen[0][lane < A ? lane : 0];
+    const float gate = c.gates[id];
     float total = 0.0f;
+    int slot = 0;
 #pragma unroll
-    for (int a = 0; a < A; a++) total += c.gates[r.chosen[0][a]];
-    for (int i = lane; i < A; i += 32) {
-        const int id = r.chosen[0][i];
-        int slot = 0;
-        for (int a = 0; a < A; a++) slot += r.chosen[0][a] < id;
-        const float own = c.gates[id];
+    for (int a = 0; a < A; a++) {
+        total += from_lane(gate, a);
+        slot += from_lane(id, a) < id;
+    }
+    if (lane < A) {
         r.experts[slot] = (u8)id;
         r.rank[slot][0] = (u8)slot;
-        r.slot_weights[slot][0] = rounded(NORM_TOPK ? own / total : own);
+        r.slot_weights[slot][0] = rounded(NORM_TOPK ? gate / total : gate);
     }
     r.num_slots = is_live ? A : 0;
     __syncwarp();
@@ -112,15 +116,15 @@ DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], in
 #pragma unroll
         for (int i = 1; i < E / 32; i++)
             if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
-        float own[A], total = 0.0f;
-#pragma unroll
+#pragma unroll 1
         for (int a = 0; a < A; a++) {
             const int highest = max_over_warp(best);
-            const int id = min_over_warp(best == highest ? best_at * 32 + lane : E);
-            own[a] = from_lane(best_value, id & 31);
-            total += own[a];
-            if (lane == 0) r.chosen[token][a] = (u8)id;
-            if ((id & 31) == lane) {
+            const u32 equals = votes(best == highest);
+            int winner = __ffs(equals) - 1;
+            if (equals & (equals - 1)) winner = min_over_warp(best == highest ? best_at * 32 + lane : E) & 31;
+            if (lane == winner) {
+                r.chosen[token][a] = (u8)(best_at * 32 + lane);
+                r.weights[token][a] = best_value;
 #pragma unroll
                 for (int i = 0; i < E / 32; i++)
                     if (i == best_at) keys[i] = lowest;
@@ -130,9 +134,13 @@ DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], in
                     if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
             }
         }
-        if (lane == 0)
+        __syncwarp();
+        float total = 0.0f;
 #pragma unroll
-            for (int a = 0; a < A; a++) r.weights[token][a] = rounded(NORM_TOPK ? own[a] / total : own[a]);
+        for (int a = 0; a < A; a++) total += r.weights[token][a];
+        __syncwarp();
+        for (int a = lane; a < A; a += 32)
+            r.weights[token][a] = rounded(NORM_TOPK ? r.weights[token][a] / total : r.weights[token][a]);
     }
     __syncthreads();
     const int pairs = min(live, COLS) * A;
