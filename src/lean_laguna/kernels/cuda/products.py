@@ -56,8 +56,8 @@ LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
 LEAST_OF_TWO = 76_801
-"""Bytes of which a multiprocessor of 228 KiB holds two and no third: there is then room beside them everywhere,
-which a cluster of programs needs."""
+"""Bytes of which a multiprocessor of 228 KiB holds two and no third: there is then room beside them
+everywhere, which a cluster of programs needs."""
 MAX_EXPERTS = 256
 TABLE_BYTES = 1 << 15
 """Enough for the routing tables of 16 rows."""
