@@ -9,9 +9,10 @@ response header instead.)
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -75,6 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _IGNORED_QUERY = ("beta", "api-version")
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`", re.DOTALL)
 
 
@@ -152,7 +154,9 @@ def parse(fields: Mapping[str, Any], schema: type[T], config: ServerConfig) -> t
     known, kept, ignored = schema.__struct_fields__, {}, []
     for key, value in fields.items():
         if key in known:
-            kept[key] = value
+            # Languages with one kind of number write 256.0; it is read as vLLM reads it.
+            is_whole = isinstance(value, float) and value.is_integer() and key in _whole_fields(schema)
+            kept[key] = int(value) if is_whole else value
         elif key in NEUTRAL:
             _check_neutral(key, value, fields)
         elif key not in WITHOUT_EFFECT:
@@ -176,10 +180,13 @@ def convert(fields: Mapping[str, Any], schema: type[T], where: str = "") -> T:
         what, path = place["what"], (place["path"] or "").replace("[...]", "")
         if unknown := _UNKNOWN.search(what):
             path = f"{path}.{unknown['name']}".lstrip(".")
+        elif missing := _MISSING.search(what):
+            path, what = f"{path}.{missing['name']}".lstrip("."), "is missing"
+        elif what.lower().startswith("invalid enum value"):
+            what += _accepted(schema, path)
         path = ".".join(part for part in (where, path) if part)
-        raise bad_request(
-            f"{path}: {what[:1].lower()}{what[1:]}" if path else what, path or _missing(what)
-        ) from None
+        said = what if what == "is missing" else f": {what[:1].lower()}{what[1:]}"
+        raise bad_request(f"{path}{'' if said[0] == ':' else ' '}{said}", path) from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
 
@@ -201,9 +208,22 @@ def _nearest(key: str, known: tuple[str, ...]) -> str:
     return hint if hint.startswith("; did") else ""
 
 
-def _missing(what: str) -> str | None:
-    found = re.search(r"missing required field `(.*?)`", what)
-    return found[1] if found else None
+@functools.cache
+def _whole_fields(schema: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the fields that take a whole number, and no other."""
+    kinds = {name: {kind, *get_args(kind)} for name, kind in get_type_hints(schema).items()}
+    return frozenset(name for name, found in kinds.items() if int in found and float not in found)
+
+
+def _accepted(schema: type[msgspec.Struct], field: str) -> str:
+    """Return the words that a field takes, for a message."""
+    kinds = [get_type_hints(schema).get(field)]
+    words = []
+    while kinds:
+        kind = kinds.pop(0)
+        words += [repr(word) for word in get_args(kind)] if get_origin(kind) is Literal else []
+        kinds += [] if get_origin(kind) is Literal else get_args(kind)
+    return f"; accepted: {', '.join(words)}" if words else ""
 
 
 def _kind(value: Any) -> str:

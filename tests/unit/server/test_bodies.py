@@ -71,3 +71,18 @@ def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(ApiError, match="body") as caught:
         decode_object(body)
     assert caught.value.status == 400
+
+
+def test_what_is_missing_and_what_would_be_right_are_named():
+    missing = refused({"model": "m"})
+    assert (str(missing), missing.param) == ("prompt is missing", "prompt")
+    wrong = refused({"messages": [], "reasoning_effort": "huge"}, ChatRequest)
+    assert wrong.param == "reasoning_effort"
+    assert str(wrong).endswith("'huge'; accepted: 'none', 'minimal', 'low', 'medium', 'high', 'xhigh'")
+
+
+def test_a_whole_number_may_be_written_with_a_point():
+    body, _ = parse({"prompt": "x", "max_tokens": 256.0, "temperature": 1.0}, CompletionRequest, STRICT)
+    assert (body.max_tokens, type(body.max_tokens), type(body.temperature)) == (256, int, float)
+    for wrong in ({"max_tokens": 3.5}, {"stream": 1.0}, {"prompt": 3.0}):
+        refused({"prompt": "x", **wrong})
