@@ -22,6 +22,7 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise, pack_parameters
 from lean_laguna.models.quantised_reader import QuantisedReader, open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
+from lean_laguna.models.unset import on_meta
 
 __all__ = ["CheckpointReader", "check_laguna", "load_laguna", "load_target_config", "save_laguna"]
 
@@ -110,9 +111,7 @@ def _matched(path: str | Path, attention_factor: float | None) -> _Loader:
     stored = _canonical_names(reader)
     _infer_gating(given, reader, stored)
     config = _resolve_attention_factor(LagunaConfig.from_dict(given, str(file)), attention_factor, file)
-    with torch.device("meta"):
-        model = LagunaForCausalLM(config)
-    model.requires_grad_(False).eval()
+    model = on_meta(lambda: LagunaForCausalLM(config))
     loader = _Loader(reader, stored, model)
     loader.check_names()
     return loader

@@ -27,6 +27,7 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.quantised_reader import open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
+from lean_laguna.models.unset import on_meta
 
 # The target's own weights, which some writers leave in the drafter's file; the originals are used instead.
 _BORROWED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -115,9 +116,7 @@ def check_drafter(path: str | Path) -> None:
 def _matched(folder: Path) -> _Loader:
     """Return a drafter on the ``meta`` device and the tensors that belong into it."""
     config = DFlashConfig.from_file(folder)
-    with torch.device("meta"):
-        drafter = make_drafter(config)
-    drafter.requires_grad_(False).eval()
+    drafter = on_meta(lambda: make_drafter(config))
     reader = open_checkpoint(folder, read_config_json(folder), str(config_path(folder)))
     loader = _Loader(reader, drafter)
     loader.check()

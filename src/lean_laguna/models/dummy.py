@@ -26,6 +26,7 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise
 from lean_laguna.models.shapes import SHAPES, drafter_shape, laguna_shape
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.models.unset import on_meta
 from lean_laguna.quant.builds import build, class_of
 from lean_laguna.quant.packed import PackedWeight
 from lean_laguna.quant.random_weight import random_weight
@@ -87,9 +88,7 @@ def dummy_target(
     Raises:
         ConfigError: No such scheme, or the shape does not fit it.
     """
-    with torch.device("meta"):
-        model = LagunaForCausalLM(config)
-    model.requires_grad_(False).eval()
+    model = on_meta(lambda: LagunaForCausalLM(config))
     model.to(dtype)
     generator = torch.Generator(device).manual_seed(seed)
     model.packed_weights = _random_weights(model, build(scheme), generator)
@@ -116,8 +115,7 @@ def dummy_drafter(
     config: DFlashConfig, dtype: torch.dtype, device: torch.device, seed: int = 1
 ) -> DFlashDrafter:
     """Return a drafter with random weights, in evaluation mode, without gradients."""
-    with torch.device("meta"):
-        drafter = DFlashDrafter(config) if config.dspark is None else DSparkDrafter(config)
+    drafter = on_meta(lambda: DFlashDrafter(config) if config.dspark is None else DSparkDrafter(config))
     _materialise(drafter, dtype, device)
     if drafter.d2t is not None:
         drafter.d2t.zero_()
