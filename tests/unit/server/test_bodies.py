@@ -84,5 +84,5 @@ def test_what_is_missing_and_what_would_be_right_are_named():
 def test_a_whole_number_may_be_written_with_a_point():
     body, _ = parse({"prompt": "x", "max_tokens": 256.0, "temperature": 1.0}, CompletionRequest, STRICT)
     assert (body.max_tokens, type(body.max_tokens), type(body.temperature)) == (256, int, float)
-    for wrong in ({"max_tokens": 3.5}, {"stream": 1.0}, {"prompt": 3.0}):
+    for wrong in ({"max_tokens": 3.5}, {"stream": 1.0}, {"stop": 1.0}):
         refused({"prompt": "x", **wrong})
