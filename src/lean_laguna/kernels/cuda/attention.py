@@ -19,6 +19,7 @@ SPLIT = 128
 """Keys a program takes at a time."""
 TILE = 16
 """Queries of a matrix instruction."""
+MAX_TILES = 2
 
 
 def has_clusters(device: torch.device) -> bool:
@@ -40,10 +41,14 @@ def inbox_parts(shape: AttentionShape) -> int:
     return max(programs * cdiv(group, programs) for programs in range(1, most + 1))
 
 
+def is_late(shape: AttentionShape, launch: Launch) -> bool:
+    """Say whether the next kernel starts late, where long contexts leave keys to fetch beside its weights."""
+    return launch.cols == 1 and not shape.window
+
+
 def num_tiles(shape: AttentionShape, cols: int) -> int:
-    """Return how many tiles of queries a program takes: all of eight rows' where contexts are long."""
-    tiles = cdiv(min(cols, 8) * shape.num_heads // shape.num_kv_heads, TILE)
-    return min(tiles, 2 if shape.window else 4)
+    """Return how many tiles of queries a program takes."""
+    return min(cdiv(cols * shape.num_heads // shape.num_kv_heads, TILE), MAX_TILES)
 
 
 def fits_attention(shape: AttentionShape) -> bool:
@@ -52,7 +57,7 @@ def fits_attention(shape: AttentionShape) -> bool:
         shape.head_dim == HEAD_DIM
         and shape.rotary_dim in (32, 64, 128)
         and shape.num_heads % shape.num_kv_heads == 0
-        and shape.num_heads // shape.num_kv_heads <= 2 * TILE
+        and shape.num_heads // shape.num_kv_heads <= MAX_TILES * TILE
     )
 
 
@@ -104,6 +109,7 @@ def attend(
         WARPS=warps,
         LONE=is_lone,
         INBOX=inbox,
+        LATE=is_late(shape, launch),
     )
     queries = tiles * (TILE // 2 if is_lone and group <= TILE // 2 else TILE)
     shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * warps) * 2 + 3 * 16 * 4

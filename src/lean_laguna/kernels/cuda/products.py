@@ -40,7 +40,7 @@ BULK_WIDTH = 1
 """Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
-ADD_RING, LONE_ADD_RING = 12, 16
+ADD_RING, LONE_ADD_RING = 24, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 8
 LONE_DOWN_RING = 16
