@@ -65,6 +65,7 @@ class DraftLengths:
         num_made_tokens: int | None = None,
         is_usual: bool = True,
         are_earlier: bool = False,
+        extra_s: float = 0.0,
     ) -> None:
         """Report a step that only decoded.
 
@@ -78,6 +79,7 @@ class DraftLengths:
             num_made_tokens: Longest draft made for it, where it was scheduled.
             is_usual: The times are those of steps of this length.
             are_earlier: The step was launched before the one last chosen for; all its drafts are a drafter's.
+            extra_s: Seconds that it took for being other than the one before.
         """
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
@@ -97,6 +99,7 @@ class DraftLengths:
             unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
             num_made_tokens=num_made_tokens,
             is_usual=is_usual,
+            extra_s=extra_s,
         )
 
     def _check_acceptance(self, accepted: Sequence[tuple[int, int]]) -> None:

@@ -332,7 +332,7 @@ class GpuEngine(LLMEngine):
         counts: list[tuple[int, int]] = []
         draft_s, verify_s, is_known = 0.0, 0.0, a_round.is_alone
         chances: list[tuple[float, ...] | None] = []
-        is_usual = True
+        is_usual, extra_s = True, 0.0
         for launched in a_round.launched:
             self._lanes.wait(launched.marks[2])
             lane, lane_s = launched.lane, seconds_between(*launched.marks[:2])
@@ -348,12 +348,13 @@ class GpuEngine(LLMEngine):
             is_whole = launched.num_made_tokens is not None or num_sent == launched.num_asked
             is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
             is_usual = is_usual and is_whole and not is_widened
-            begin = launched.marks[0]
-            if lane.draft_s is None and lane.first_drafts is not None:
+            begin, is_new = launched.marks[0], lane.draft_s is None
+            if is_new and lane.first_drafts is not None:
                 # So that a length tried for one step, which lays everything out anew, teaches something.
                 lane.draft_s, begin = seconds_between(*lane.first_drafts), lane.first_drafts[0]
             if self._last_end is not None:
-                verify_s += max(0.0, seconds_between(self._last_end, begin))  # the host was not so fast
+                waited_s = max(0.0, seconds_between(self._last_end, begin))
+                extra_s, verify_s = extra_s + waited_s * is_new, verify_s + waited_s * (not is_new)
             self._last_end = launched.marks[2]
             is_known = is_known and lane.draft_s is not None
             draft_s += lane.draft_s or 0.0
@@ -373,6 +374,7 @@ class GpuEngine(LLMEngine):
                 num_made_tokens=made,
                 is_usual=is_usual,
                 are_earlier=True,
+                extra_s=extra_s,
             )
 
     def _commit(

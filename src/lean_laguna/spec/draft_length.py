@@ -174,6 +174,7 @@ class DraftLengthController:
         unsent: Sequence[Sequence[float]] = (),
         num_made_tokens: int | None = None,
         is_usual: bool = True,
+        extra_s: float = 0.0,
     ) -> None:
         """Learn from a step that only decoded (no prefill in it).
 
@@ -187,6 +188,7 @@ class DraftLengthController:
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
             num_made_tokens: Longest draft made in a scheduled step; None for another.
             is_usual: See ``DraftLengths.observe``.
+            extra_s: See there.
         """
         if self._fixed is not None:
             return

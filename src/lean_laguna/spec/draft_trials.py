@@ -79,6 +79,7 @@ class Trials:
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
     _patience: dict[int, int] = field(default_factory=dict)
+    _unheard: dict[int, int] = field(default_factory=dict)
     _not_before: dict[int, int] = field(default_factory=dict)
     _last_draft: int = 0
     _disturbed_until: int = 0
@@ -144,7 +145,9 @@ class Trials:
         """Whether a trial has not been heard of; to be asked once a step."""
         self._waited += 1
         if self.pending is not None and self._waited > _GIVEN_UP_AFTER:
-            self._not_before[self.pending] = self._num_steps + self.policy.recheck_steps
+            # Its step may have been the last of a request; next time it may be heard of.
+            self._unheard[self.pending] = wait = 2 * self._unheard.get(self.pending, _GIVEN_UP_AFTER)
+            self._not_before[self.pending] = self._num_steps + wait
             self.pending = None
         return self.pending is not None
 
