@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lean_laguna.convert.modules import GROUPS, class_of
+from lean_laguna.convert import shard_conversion, worker_pool
+from lean_laguna.convert.modules import GROUPS, class_of, fused_set
 from lean_laguna.core.model_config import LagunaConfig, read_config_json
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.quant.config import read_quantization
@@ -150,6 +151,33 @@ def test_their_loader_decodes_our_checkpoints_to_our_weights(scheme: str, tmp_pa
     for module in ours.quantised:
         expected = theirs[f"{module}.weight"]
         assert torch.equal(ours.reader.get(f"{module}.weight").bfloat16(), expected), module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_byte_of_a_checkpoint_is_theirs_whoever_converts_it(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_target(tmp_path / "source", dtype)
+    plain = load_file(str(source / "model.safetensors"))
+    convert(source, tmp_path / "alone", "experts+attention", "nvfp4")
+    monkeypatch.setattr(worker_pool, "_OWN_THREADS", 0)
+    monkeypatch.setattr(shard_conversion, "_PART_BYTES", 5000)
+    convert(source, tmp_path / "made", "experts+attention", "nvfp4", num_workers=2)
+    file = "model.safetensors"
+    assert (tmp_path / "made" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
+    made = load_file(str(tmp_path / "made" / file))
+    modules = [name.removesuffix(".weight_packed") for name in made if name.endswith(".weight_packed")]
+    assert len(modules) == 97
+    for module in modules:
+        members = [plain[f"{m}.weight"] for m in modules if fused_set(m) == fused_set(module)]
+        largest = torch.stack([weight.abs().amax() for weight in members]).amax()
+        for part, expected in their_tensors(plain[f"{module}.weight"], NVFP4, largest).items():
+            found = made[f"{module}.{part}"]
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (
+                module,
+                part,
+            )
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8-block", "int4:16", "mixed"])
