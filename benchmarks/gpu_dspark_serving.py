@@ -6,7 +6,8 @@
 ``nano``: real weights, whose steps cost much the same at any length on a large GPU. ``xs``: random weights in
 Laguna-XS's shape, whose steps do not; drafts stand at rates that differ from step to step, as the chances
 that ``nano-dspark`` gave did, and the drafter knows them. ``ece``: the calibration error of what the engine
-counts, on held-out text. Modes take turns; mismatches are against no drafts.
+counts, on held-out text. ``streams``: DFlash's own choice of length in that shape, 1 to 16 streams. Modes take
+turns on the same draws; mismatches are against no drafts.
 Writes gpu_dspark_serving.json. ``--tiny`` tries the script itself.
 """
 
@@ -323,6 +324,39 @@ class Bench:
                 "tok_per_s": round(rate),
             }
             print(f"   T={temperature} {result[f'T={temperature}']}", flush=True)
+
+    def streams(self, result: dict[str, Any]) -> None:
+        """The engine's own draft length beside fixed ones, on the same draws: DFlash in a published shape."""
+        tiny = self.args.tiny
+        result["synthetic"] = True
+        engine = self.engine(
+            self.args.shape,
+            "nano-dflash" if tiny else "dummy",
+            load_format="dummy",
+            shape=self.args.shape,
+            max_model_len=64 if tiny else 1024,
+            kv_cache_memory_bytes=None if tiny else 4 << 30,
+            speculative={
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": [0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40],
+            },
+        )
+        lengths = {f"fixed {k}": (engine, k) for k in ((3,) if tiny else (1, 3, 5, 7))}
+        modes = {"off": (engine, 0), **lengths, "auto": (engine, None)}
+        draw = random.Random(0)
+        for streams in (1,) if tiny else self.args.streams:
+            if self.left() < 8 and not tiny:
+                break
+            size, new = (6, 8) if tiny else (256, 320 if streams <= 2 else 128)
+            prompts = [[draw.randrange(100, 30000) for _ in range(size)] for _ in range(streams)]
+            found = self.compare(modes, prompts, 0.0, new)
+            for mode in found.values():
+                mode.pop("mismatches")
+            found["draft_length"] = engine.stats().draft_length_reason
+            best = max(found[name]["tok_per_s"] for name in modes if name != "auto")
+            found["auto_over_best"] = round(found["auto"]["tok_per_s"] / best, 3)
+            result[f"{streams} streams"] = found
+            print(f"   {streams} streams: auto {found['auto_over_best']} {found['draft_length']}", flush=True)
 
     def xs(self, result: dict[str, Any]) -> None:
         """Random weights in a published shape, drafts accepted at nano's chances."""
