@@ -6,8 +6,8 @@
 ``nano``: real weights, whose steps cost much the same at any length on a large GPU. ``xs``: random weights in
 Laguna-XS's shape, whose steps do not; drafts stand at rates that differ from step to step, as the chances
 that ``nano-dspark`` gave did, and the drafter knows them. ``ece``: the calibration error of what the engine
-counts, on held-out text. ``streams``: DFlash's own choice of length in that shape, 1 to 16 streams. Modes take
-turns on the same draws; mismatches are against no drafts.
+counts, on held-out text. ``streams``: DFlash's own choice of length in that shape, 1 to 16 streams. Modes
+take turns on the same draws; mismatches are against no drafts.
 Writes gpu_dspark_serving.json. ``--tiny`` tries the script itself.
 """
 
