@@ -24,8 +24,8 @@ from lean_laguna.quant.scratch import Scratch
 # Weights that are encoded at a time: what fits a core's cache, or keeps a device busy; whole blocks and words
 # of every scheme.
 _PIECE_WEIGHTS, _DEVICE_PIECE_WEIGHTS, _ROWS = 1 << 17, 1 << 24, 128
-# NVFP4 weights are gone through twice, and up to these are read once.
-_HELD_BYTES = 64 << 20
+# NVFP4 weights are gone through twice, first in pieces so many times as large, and up to these are read once.
+_LOOKED_AT, _HELD_BYTES = 4, 64 << 20
 _ANYTHING, _ALIGNED = torch.empty(0), 16  # on the CPU
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -235,7 +235,8 @@ class WeightEncoder:
             known = self._largest.get(module)
         if known is None:
             known = 0.0
-            for _, piece in self._read(module, max(1, self._piece_weights // self._source.shapes[module][1])):
+            step = max(1, _LOOKED_AT * self._piece_weights // self._source.shapes[module][1])
+            for _, piece in self._read(module, step):
                 known = max(known, self._largest_finite(module, piece).item())
             with self._lock:
                 self._largest[module] = known
