@@ -184,7 +184,7 @@ class EngineMemory:
         room = max(
             block * (delta + self._attention_values()) + keys,
             block * (delta + max(self._dense_values(), self._context_values())),
-            chunk * (delta + self._experts_values(chunk // block)),
+            chunk * (delta + self._experts_values(-(-chunk // (2 * block)))),
             0 if drafter is None else delta * (chunk + block),
         )
         # Residual stream and normalised; what the drafter makes of it in float32.
@@ -215,9 +215,9 @@ class EngineMemory:
         config = self._config
         if "sparse" not in config.mlp_layer_types:
             return 0
-        routed = config.moe_intermediate_size - (-config.hidden_size // pieces)
-        sparse = config.num_experts + 3 * config.shared_expert_intermediate_size
-        return sparse + config.num_experts_per_tok * routed
+        routing = config.num_experts + 3 * config.shared_expert_intermediate_size
+        terms = config.num_experts_per_tok * -(-config.hidden_size // pieces)
+        return config.num_experts_per_tok * config.moe_intermediate_size + max(routing, terms)
 
     def _context_values(self) -> int:
         """Return the values of keys and values that a row has in all layers of the drafter."""

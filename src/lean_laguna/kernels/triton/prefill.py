@@ -215,8 +215,9 @@ class PrefillStep:
         E, D, F = mlp.down.shape
         FS = mlp.shared_down.shape[1]
         room, n = scratch.beside_delta(rows), scratch.length
-        both, shared, act = split(room, rows, E + 2 * FS, FS, A * F)
-        terms = room[rows * (E + 3 * FS + A * F) :]
+        (act,) = split(room, rows, A * F)
+        rest = room[rows * A * F :]
+        both, shared = split(rest, rows, E + 2 * FS, FS)
         normed, delta = scratch.normed[:rows], scratch.delta(rows)
         for block in blocks:
             own, x = both[block.own], normed[block.own]
@@ -240,11 +241,11 @@ class PrefillStep:
         )
         num_tiles = cdiv(rows * A, tile.rows) + E
         expert_chunk_up(normed, mlp.gate_up, scratch.sort, act.view(rows * A, F), num_tiles, tile, top_k=A)
-        # As many columns at a time as there is room for, in few different shapes.
+        # As many columns at a time as there is room for, in few different shapes; routing has been read.
         columns = D
-        while columns * rows * A > terms.numel():
+        while columns * rows * A > rest.numel():
             columns = cdiv(columns, 2)
         for at in range(0, D, columns):
-            own = terms[: rows * A * min(columns, D - at)].view(rows * A, -1)
+            own = rest[: rows * A * min(columns, D - at)].view(rows * A, -1)
             expert_chunk_down(act.view(rows * A, F), mlp.down, scratch.sort, own, num_tiles, tile, at)
             combine(scratch.hidden[:rows], own.view(rows, A, -1), delta, n, at, scaling=mlp.scaling, tap=tap)

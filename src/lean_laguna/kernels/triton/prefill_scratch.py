@@ -182,8 +182,9 @@ def experts_width(weights: TargetWeights, rows: int, block: int) -> int:
     widths = [0]
     for mlp in (layer.mlp for layer in weights.layers):
         if isinstance(mlp, SparseWeights):
-            wide = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1] + mlp.top_k * mlp.down.shape[2]
-            widths.append(wide + mlp.top_k * cdiv(mlp.down.shape[1], rows // block))
+            routing = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1]
+            terms = mlp.top_k * cdiv(mlp.down.shape[1], cdiv(rows, 2 * block))
+            widths.append(mlp.top_k * mlp.down.shape[2] + max(routing, terms))
     return max(widths)
 
 

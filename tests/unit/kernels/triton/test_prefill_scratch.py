@@ -43,9 +43,12 @@ def test_a_chunk_that_is_not_whole_blocks_is_one(weights):
 
 
 def test_longer_chunks_leave_fewer_columns_of_experts_at_a_time(weights):
-    one, four = (experts_width(weights, rows, 16) for rows in (16, 64))
-    hidden, top_k = weights.norm.shape[0], weights.layers[1].mlp.top_k
-    assert one - four == top_k * (hidden - hidden // 4)
+    mlp, hidden = weights.layers[1].mlp, weights.norm.shape[0]
+    (experts, _, width), routing = mlp.down.shape, mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1]
+    assert experts == mlp.bias.shape[0]
+    for rows, columns in ((16, hidden), (32, hidden), (64, hidden // 2)):
+        own = mlp.top_k * width + max(routing, mlp.top_k * columns)
+        assert experts_width(weights, rows, 16) == own
     wide = PrefillScratch.allocate(weights, 64, block=16, context_width=10_000).room.numel()
     assert wide == 16 * (hidden + 10_000)
 
