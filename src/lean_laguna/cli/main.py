@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lean_laguna.cli.interrupts import heard_interrupts
 from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
 
 PROG = "lean-laguna"
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
     try:
-        return _run(words)
+        with heard_interrupts(f"{PROG}: interrupted", INTERRUPTED):
+            return _run(words)
     except LeanLagunaError as error:
         print(f"{PROG}: error: {_one_line(str(error))}", file=sys.stderr)
         return USER_ERROR
