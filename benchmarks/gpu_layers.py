@@ -96,8 +96,8 @@ class LayersBench(Bench):
         stamps = {"STAMPS": STAMPED_BLOCKS}
         return [
             (1, self.launch(1), {}, stamps),
-            (1, self.launch(1), {"REHEARSE": 0}, stamps),
-            (8, self.launch(8), {"BULK_WIDTH": 8, "REHEARSE": 0}, stamps),
+            (1, self.launch(1), {"SHARES_OUT": 0}, stamps),
+            (8, self.launch(8), {}, stamps),
         ]
 
     def stamps(self) -> dict[str, list[str]]:
@@ -149,19 +149,18 @@ class LayersBench(Bench):
 
     def setups(self) -> list[tuple[str, Launch | None, dict[str, int], dict[str, int]]]:
         """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
-        lone, keep, units = self.launch(1), {"KEEP_L2": 1}, {"BULK_WIDTH": 8}
+        lone, wide = self.launch(1), self.launch(8)
         return [
             ("triton", None, {}, {}),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
-            ("8 columns", self.launch(8), {}, {}),
-            ("8 columns, copy engine", self.launch(8), units, {}),
-            ("8 columns, copy engine, no rehearsal", self.launch(8), units | {"REHEARSE": 0}, {}),
-            ("8 columns, copy engine, no rehearsal, keep", self.launch(8), units | {"REHEARSE": 0}, keep),
+            ("8 columns", wide, {}, {}),
+            ("8 columns, evenly dealt", wide, {"SHARES_OUT": 0}, {}),
+            ("8 columns, by lanes", wide, {"BULK_WIDTH": 1}, {}),
             ("1 column", lone, {}, {}),
-            ("1 column, no rehearsal", lone, {"REHEARSE": 0}, {}),
-            ("1 column, keep", lone, {}, keep),
-            ("1 column, down as at 8", lone, {"LONE_DOWN": 0}, {}),
+            ("1 column, evenly dealt", lone, {"SHARES_OUT": 0}, {}),
+            ("1 column, 3 units", lone, {"BULK_COLUMNS": 6144}, {}),
             ("16 columns", self.launch(16), {}, {}),
+            ("16 columns, copy engine", self.launch(16), {"BULK_WIDTH": 16}, {}),
         ]
 
     def profile_cuda(self) -> dict[str, Any]:

@@ -20,17 +20,15 @@ typedef unsigned long long u64;
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #define CLUSTER_KERNEL(REGISTERS, SIZE) extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) __maxnreg__(REGISTERS)
 
+// How weights pass through L2, where small things then stay.
+#define FIRST_TO_LEAVE 0x12f0000000000000ull
+
 // 16 bytes of weights on their way into shared memory, or nothing; a group of its own either way.
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
     u32 at = (u32)__cvta_generic_to_shared(to);
-#ifdef KEEP_L2
-    // First to leave L2 again, where small things then stay.
     if (wanted)
         asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
-                     "l"(0x12f0000000000000ull) : "memory");
-#else
-    if (wanted) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-#endif
+                     "l"(FIRST_TO_LEAVE) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 // Wait until at most `PENDING` of this thread's groups are on their way.
@@ -119,6 +117,12 @@ DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.a
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 #endif
+// The next number of a counter.
+DEVICE int take_number(int *counter) {
+    int number;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(counter) : "memory");
+    return number;
+}
 // Add to a counter: what the block wrote before (and a barrier) is there for whoever sees the sum.
 DEVICE int add_released(int *counter, int by) {
     int before;
@@ -151,17 +155,15 @@ DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(bytes) : "memory");
 }
+// The phase is over without bytes.
+DEVICE void expect_nothing(u64 *arrival) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+}
 // A multiple of 16 bytes, both ends on 16; expected before.
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
-#ifdef KEEP_L2
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
-                   "r"((u32)__cvta_generic_to_shared(arrival)), "l"(0x12f0000000000000ull) : "memory");
-#else
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
-                   "r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
-#endif
+                   "r"((u32)__cvta_generic_to_shared(arrival)), "l"(FIRST_TO_LEAVE) : "memory");
 }
 // A multiple of 16 bytes into L2: a hint.
 DEVICE void prefetch_bulk(const void *from, u32 bytes) {

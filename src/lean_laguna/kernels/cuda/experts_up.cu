@@ -23,7 +23,7 @@ struct Start {
 KERNEL(WARPS * 32, PROGRAMS)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
            const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *act, u16 *shared_act,
-           int *expert_ids, const int *num_rows, float softcap) {
+           int *expert_ids, int *counter, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
     float *sums = (float *)(tokens + COLS * STRIDE);
@@ -44,21 +44,31 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     };
 #if BULK
     u64 *arrivals = (u64 *)behind;
-    // The last warp asks for a unit: its gate rows, its up rows.
-    auto ask = [&](int slot, int unit) {
-        if (thread != WARPS * 32 - 1 || unit >= count) return;
+    int *given = (int *)(arrivals + RING);
+    // Items as in project.cu; half a unit is two gate rows and two up rows.
+    const bool asks = thread == WARPS * 32 - 1;
+    int whole = shared_units, items = shared_units;
+    auto ask = [&](int slot, int item) {
+        given[slot] = item < items ? item : -1;
+        if (item >= items) {
+            expect_nothing(arrivals + slot);
+            return;
+        }
+        const int unit = item < whole ? item : whole + (item - whole) / 2, first = item < whole ? 0 : (item - whole) % 2 * 2;
         const u16 *from = unit < shared_units ? shared_weight : weight;
-        u16 *to = ring + slot * 8 * K;
-        expect_bytes(arrivals + slot, 8 * K * 2);
-        copy_bulk(to, from + row_of(unit, 0) * K, 4 * K * 2, arrivals + slot);
-        copy_bulk(to + 4 * K, from + row_of(unit, 4) * K, 4 * K * 2, arrivals + slot);
+        u16 *to = ring + (slot * 8 + first) * K;
+        const u32 bytes = (item < whole ? 4 : 2) * K * 2;
+        expect_bytes(arrivals + slot, 2 * bytes);
+        copy_bulk(to, from + row_of(unit, first) * K, bytes, arrivals + slot);
+        copy_bulk(to + 4 * K, from + row_of(unit, first + 4) * K, bytes, arrivals + slot);
     };
-    if (thread == WARPS * 32 - 1) {
+    if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-    }
 #pragma unroll 1
-    for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
+        for (int slot = 0; slot < RING; slot++)
+            if (blockIdx.x + slot * step < shared_units) ask(slot, blockIdx.x + slot * step);
+    }
 #else
     u32 *words = (u32 *)behind + thread;
     u16 *slot = ring + thread * 8;
@@ -127,61 +137,61 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
-#if BULK
-    int slot = 0, parity = 0;
-    // The first turn is a rehearsal as in project.cu.
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-            // Not before: the next kernel reads the scores before it waits.
-            let_next_start();
-        }
-        choose();
-        if (is_real) {
-            count = shared_units + routing.num_slots * (F / 4);
-            stamp(ROUTED);
-#pragma unroll 1
-            for (int j = 0; j < RING; j++)
-                if (blockIdx.x + j * step >= shared_units) ask(j, blockIdx.x + j * step);
-        }
-        wait_for_copies();
-        if (is_real) write_ids();
-        __syncthreads();
-        if (is_real) stamp(PREPARED);
-        for (int unit = blockIdx.x; unit < count || !is_real; unit += step) {
-            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
-            if (is_real) wait_for_bytes(arrivals + slot, parity);
-#pragma unroll
-            for (int k = 0; k < PART; k += 64) {
-                uint4 w0, w1;
-                if (k + 32 < PART)
-                    load_pair(w + k, g & 1, w0, w1);
-                else
-                    w0 = *(const uint4 *)(w + k);
-                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
-                if (k + 32 < PART)
-                    multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
-                                   has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
-            }
-            leave(even, odd);
-            if (is_real) ask(slot, unit + RING * step);
-            add_up(unit, make_float2(1.0f, 1.0f), is_real ? live : 0);
-            if (!is_real) break;
-            if (++slot == RING) slot = 0, parity ^= 1;
-        }
-    }
-#else
     wait_for_inputs();
     stamp(WAITED);
+    // Not before: the next kernel reads the scores before it waits.
     let_next_start();
     choose();
     count = shared_units + routing.num_slots * (F / 4);
     stamp(ROUTED);
+#if BULK
+    const bool deals = counter && count > (RING + 1) * step && count - step >= shared_units;
+    whole = deals ? count - step : count, items = 2 * count - whole;
+    int next = blockIdx.x + RING * step;
+    auto take = [&]() {
+        const int number = take_number(counter);
+        if (number == items - RING * step + step - 1) *counter = 0;  // the last that any program takes
+        return RING * step + number;
+    };
+    if (asks) {
+#pragma unroll 1
+        for (int slot = 0; slot < RING; slot++)
+            if (blockIdx.x + slot * step >= shared_units) ask(slot, blockIdx.x + slot * step);
+        if (deals) next = take();
+    }
+    wait_for_copies();
+    write_ids();
+    __syncthreads();
+    stamp(PREPARED);
+    for (int slot = 0, parity = 0;;) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
+        wait_for_bytes(arrivals + slot, parity);
+        const int item = given[slot];
+        if (item < 0) break;
+#pragma unroll
+        for (int k = 0; k < PART; k += 64) {
+            uint4 w0, w1;
+            if (k + 32 < PART)
+                load_pair(w + k, g & 1, w0, w1);
+            else
+                w0 = *(const uint4 *)(w + k);
+            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
+                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
+            if (k + 32 < PART)
+                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
+                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
+        }
+        leave(even, odd);
+        if (asks) {
+            ask(slot, next);
+            if (next < items) next = deals ? take() : next + step;
+        }
+        const bool is_there = item < whole || thread % 4 / 2 == (item - whole) % 2;
+        add_up(item < whole ? item : whole + (item - whole) / 2, make_float2(1.0f, 1.0f), is_there ? live : 0);
+        if (++slot == RING) slot = 0, parity ^= 1;
+    }
+#else
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) -> Start {
         if (unit < shared_units || unit >= count) {

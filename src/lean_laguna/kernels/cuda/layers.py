@@ -32,6 +32,7 @@ class CudaLayers:
         Args:
             device: Where the weights are.
         """
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._attends = cuda_attention.has_clusters(device)
@@ -66,7 +67,9 @@ class CudaLayers:
         if isinstance(mlp, DenseWeights):
             act = rows_of(scratch.act, mlp.down.shape[1])
             if products.fits_project(mlp.gate_up, gated=True):
-                products.project(hidden, mlp.norm, mlp.gate_up, act, n, eps, launch, gated=True)
+                products.project(
+                    hidden, mlp.norm, mlp.gate_up, act, n, eps, launch, gated=True, counter=self._counter
+                )
             else:
                 gate_up(hidden, mlp.norm, mlp.gate_up, act, n, eps, tiles.dense_gate_up, launch)
             self._add(act, mlp.down, hidden, n, tiles, launch, tap)
@@ -85,6 +88,7 @@ class CudaLayers:
                 eps,
                 launch,
                 tap,
+                self._counter,
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)
@@ -107,7 +111,15 @@ class CudaLayers:
         if products.fits_project(attention.qkv) and attention.gate is None:
             least = products.LEAST_OF_TWO if launch.cols == 1 and not shape.window else 0
             products.project(
-                hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch, least_shared=least
+                hidden,
+                attention.input_norm,
+                attention.qkv,
+                qkv,
+                n,
+                eps,
+                launch,
+                least_shared=least,
+                counter=self._counter,
             )
         else:
             project_qkv(attention, hidden, qkv, n, tiles, launch, eps)

@@ -32,11 +32,11 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-REHEARSE = 1
-"""Whether kernels run once on stale data before they wait for their inputs, so that their code is there."""
+SHARES_OUT = 1
+"""Whether programs take units by number."""
 BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
-BULK_WIDTH = 1
+BULK_WIDTH = 8
 """Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
@@ -50,8 +50,6 @@ PACKED_RING = 8
 PROGRAMS = 2
 """Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
 first takes its place."""
-LONE_DOWN, MAX_LONE_BYTES = 1, 100_000
-"""Whether a lone row's down has all its weights on their way at once, where they have room."""
 LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
@@ -98,7 +96,7 @@ def _unit_ring(weight: Weight, launch: Launch) -> tuple[int, int]:
     k = weight.shape[-1]
     if _has_units(weight, launch):
         ring = max(1, BULK_COLUMNS // k)
-        return ring, ring * (8 * k * 2 + 8)
+        return ring, ring * (8 * k * 2 + 12)
     ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
     return ring, ring * THREADS * _item_bytes(weight)
 
@@ -133,6 +131,7 @@ def project(
     normed: Tensor | None = None,
     rows: int = 0,
     least_shared: int = 0,
+    counter: Tensor | None = None,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -147,10 +146,13 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
+        counter: [1] int32 zero, left as zero, by which programs share out units; None: evenly.
         least_shared: Bytes of shared memory that a program takes at least; see ``LEAST_OF_TWO``.
     """
     if isinstance(weight, Packed):
-        packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
+        packed_products.project(
+            x, norm, weight, out, num_rows, eps, launch, gated=gated, least_shared=least_shared
+        )
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     units = n // (4 if gated else 8)
@@ -165,7 +167,6 @@ def project(
         N=n,
         WARPS=WARPS,
         BULK=is_bulk,
-        REHEARSE=REHEARSE and is_bulk,
         RING=ring,
         COLS=launch.cols,
         GATED=gated,
@@ -180,7 +181,18 @@ def project(
     )
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (_codes(weight), scale_words(weight, tall), factors)
-    arguments = (x, norm, *weights, out, normed, num_rows, eps, x.stride(0), out.stride(0))
+    arguments = (
+        x,
+        norm,
+        *weights,
+        out,
+        normed,
+        counter if SHARES_OUT else None,
+        num_rows,
+        eps,
+        x.stride(0),
+        out.stride(0),
+    )
     launch_kernel(source, grid, THREADS, max(shared, least_shared), arguments, launch)
 
 
@@ -261,6 +273,7 @@ def run_experts(
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -276,6 +289,7 @@ def run_experts(
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
+        counter: As ``project`` takes it.
     """
     experts, d, f = mlp.down.shape
     fs, cols = mlp.shared_down.shape[1], launch.cols
@@ -303,7 +317,6 @@ def run_experts(
     programs = LONE_PROGRAMS if cols == 1 else 2
     up = Source.of(
         "experts_up",
-        REHEARSE=REHEARSE and _has_units(mlp.gate_up, launch),
         K=d,
         RING=ring,
         TALL=up_tall,
@@ -323,18 +336,9 @@ def run_experts(
         + 2 * WARPS * cols * 8 * 4
         + table_bytes
         + contest_bytes(experts, mlp.top_k, cols),
-        (*up_arguments, routing.expert_ids, num_rows, float(mlp.softcap)),
+        (*up_arguments, routing.expert_ids, counter if SHARES_OUT else None, num_rows, float(mlp.softcap)),
         launch,
     )
-    lone_bytes = (
-        (9 * mlp.top_k * f + fs) * 2 + table_bytes + contest_bytes(experts, mlp.top_k, 1) + WARPS * 64 + 16
-    )
-    if cols == 1 and LONE_DOWN and _is_bulk(mlp.down) and lone_bytes <= MAX_LONE_BYTES:
-        lone = Source.of("lone_down", N=d, REHEARSE=REHEARSE, PROGRAMS=LONE_PROGRAMS, **constants)
-        lone_arguments = (routing.act, shared_act, scores, mlp.bias, mlp.down, mlp.shared_down, hidden, tap)
-        scalings = (float(mlp.scaling), float(mlp.softcap))
-        launch_kernel(lone, d // 8, THREADS, lone_bytes, (*lone_arguments, num_rows, *scalings), launch)
-        return
     ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
     down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)

@@ -4,7 +4,7 @@
 // a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
 // ahead; otherwise RING 16-byte loads in flight a lane;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// FORMAT of the weight (packed.cuh), TALL; REHEARSE 1: see below.
+// FORMAT of the weight (packed.cuh), TALL.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
 #include "packed.cuh"
 
@@ -65,7 +65,7 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
                 const int k = (own + i * 32 + lane) * 8;
                 const uint4 y = scaled(pieces[r][i], inverse, by[i]);
                 *(uint4 *)(tokens + row * STRIDE + k) = y;
-                if (NORMED && normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+                if (NORMED && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
             }
         }
     }
@@ -74,7 +74,7 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
 
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
-        u16 *normed, const int *num_rows, float eps, int x_stride, int out_stride) {
+        u16 *normed, int *counter, const int *num_rows, float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
     float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
@@ -85,19 +85,31 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     stamp(STARTED);
 #if BULK
     u64 *arrivals = (u64 *)(sums + 2 * WARPS * COLS * 8);
-    // The last warp asks for a unit: few large copies, each of which takes a while to ask for.
-    auto ask = [&](int slot, int unit) {
-        if (thread != WARPS * 32 - 1 || unit >= count) return;
-        u16 *to = ring + slot * 8 * K;
-        expect_bytes(arrivals + slot, 8 * K * 2);
-        copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
-        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
+    int *given = (int *)(arrivals + RING);
+    // Items are units, and the last turn's in halves: what is left when some programs are done can be shared out. After
+    // its first a program takes the next by number, since multiprocessors do not get the same share of memory.
+    const bool deals = counter && count > (RING + 1) * step, asks = thread == WARPS * 32 - 1;
+    const int whole = deals ? count - step : count, items = 2 * count - whole;
+    // Few large copies, each of which takes a while to ask for.
+    auto ask = [&](int slot, int item) {
+        given[slot] = item < items ? item : -1;
+        if (item >= items) {
+            expect_nothing(arrivals + slot);
+            return;
+        }
+        const int unit = item < whole ? item : whole + (item - whole) / 2, part = (item - whole) % 2;
+        const int rows = (item < whole ? 2 : 1) * (OUTPUTS / 2), first = item < whole ? 0 : part * rows;
+        u16 *to = ring + (slot * 8 + first) * K;
+        expect_bytes(arrivals + slot, (GATED ? 2 : 1) * rows * K * 2);
+        copy_bulk(to, weight + row_at(unit, first) * K, rows * K * 2, arrivals + slot);
+        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, first + 4) * K, rows * K * 2, arrivals + slot);
     };
-    if (thread == WARPS * 32 - 1) {
+    if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
+#pragma unroll 1
+        for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
     }
-    for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
 #else
     u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
     const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
@@ -120,14 +132,14 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
-    auto normalise = [&](bool writes) {
+    auto normalise = [&]() {
         if (COLS == 1) {
             normalise_row<K, WARPS>(x, own_scale, tokens, norms, eps);
-            if (NORMED && writes && live && blockIdx.x == 0)
+            if (NORMED && live && blockIdx.x == 0)
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            normalise_rows(x, own_scale, tokens, norms, writes ? normed : nullptr, live, eps, x_stride);
+            normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
         }
     };
     const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
@@ -154,48 +166,49 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
         buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
-#if BULK
-    int slot = 0, parity = 0;
-    // The first turn is a rehearsal with whatever lies in memory, for one unit: it writes nothing out, and when the inputs
-    // are there the instructions have been fetched, which streams of weights drive out of L2.
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-        }
-        normalise(is_real);
-        if (is_real) stamp(PREPARED);
-        for (int unit = blockIdx.x; unit < count; unit += step) {
-            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
-            if (is_real) wait_for_bytes(arrivals + slot, parity);
-#pragma unroll
-            for (int k = 0; k < PART; k += 64) {
-                uint4 w0, w1;
-                if (k + 32 < PART)
-                    load_pair(w + k, g & 1, w0, w1);
-                else
-                    w0 = *(const uint4 *)(w + k);
-                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
-                if (k + 32 < PART)
-                    multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
-                                   has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
-            }
-            leave(even, odd);
-            if (is_real) ask(slot, unit + RING * step);
-            add_up(unit, 1.0f, 1.0f, is_real ? live : 0);
-            if (!is_real) break;
-            if (++slot == RING) slot = 0, parity ^= 1;
-        }
-    }
-#else
     wait_for_inputs();
     stamp(WAITED);
-    normalise(true);
+#if BULK
+    int next = blockIdx.x + RING * step;
+    auto take = [&]() {
+        const int number = take_number(counter);
+        if (number == items - RING * step + step - 1) *counter = 0;  // the last that any program takes
+        return RING * step + number;
+    };
+    if (asks && deals) next = take();
+#endif
+    normalise();
     stamp(PREPARED);
+#if BULK
+    for (int slot = 0, parity = 0;;) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
+        wait_for_bytes(arrivals + slot, parity);
+        const int item = given[slot];
+        if (item < 0) break;
+#pragma unroll
+        for (int k = 0; k < PART; k += 64) {
+            uint4 w0, w1;
+            if (k + 32 < PART)
+                load_pair(w + k, g & 1, w0, w1);
+            else
+                w0 = *(const uint4 *)(w + k);
+            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
+                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
+            if (k + 32 < PART)
+                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
+                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
+        }
+        leave(even, odd);
+        if (asks) {
+            ask(slot, next);
+            if (next < items) next = deals ? take() : next + step;
+        }
+        const bool is_there = item < whole || thread % OUTPUTS / (OUTPUTS / 2) == (item - whole) % 2;
+        add_up(item < whole ? item : whole + (item - whole) / 2, 1.0f, 1.0f, is_there ? live : 0);
+        if (++slot == RING) slot = 0, parity ^= 1;
+    }
+#else
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
