@@ -97,7 +97,7 @@ def drafter_of(name: str) -> Drafter:
     """Read a drafter from a published shape's name, a folder, or a name that stands for one.
 
     Raises:
-        CheckpointError: Nothing of that name is here, or it is a target.
+        CheckpointError: Nothing of that name is here, it is not whole, or it is a target.
         ConfigError: Its config is wrong.
     """
     if name in SHAPES:
@@ -108,8 +108,10 @@ def drafter_of(name: str) -> Drafter:
     config = DFlashConfig.from_dict(given, where)
     scheme_of = scheme_lookup(read_quantization(given, where))
     files = read_files(folder)
-    if not files.header:
+    if not files.shards:
         return Drafter(name, config, drafter_from_config(config))
+    if files.problems:
+        raise CheckpointError(f"{folder}: the drafter is not whole: {files.problems[0]}")
     return Drafter(name, config, drafter_from_headers(files.header, scheme_of))
 
 

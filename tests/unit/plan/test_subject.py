@@ -74,3 +74,22 @@ def test_a_quantised_drafter_is_counted_as_stored(tmp_path):
     assert quantised.formats("drafter")[0] == "NVFP4"
     tensors = load_file(tmp_path / "nvfp4" / "model.safetensors")
     assert quantised.stored_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_what_a_damaged_target_holds_is_counted_from_its_config(tmp_path):
+    whole, damaged = (
+        write_sparse_target(tmp_path / name, tiny_config(), quantization=NVFP4_EXPERTS, num_shards=2)
+        for name in ("whole", "damaged")
+    )
+    (damaged / "model-00002-of-00002.safetensors").unlink()
+    target = target_of(str(damaged))
+    assert target.known_from == "config"
+    assert target.inventory == target_of(str(whole)).inventory
+    assert len(target.files.problems) == 1
+
+
+def test_a_damaged_drafter_is_refused(tmp_path):
+    file = write_tiny_drafter(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"the drafter is not whole: model\.safetensors: truncated"):
+        drafter_of(str(tmp_path))
