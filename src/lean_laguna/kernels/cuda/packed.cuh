@@ -189,6 +189,12 @@ template <int KIND, int LENGTH, int PARTS, bool ALL> struct Pair16 {
     }
 };
 
+template <int HALVES> DEVICE void clear(float (&sums)[HALVES][4]) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[h][i] = 0.0f;
+}
 // A warp's sums of 16 weight rows and COLS tokens; tokens apart, so that lanes write to several banks.
 #define SUM_STRIDE 18
 template <int TOKENS, int HALVES>

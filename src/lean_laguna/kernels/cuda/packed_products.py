@@ -29,7 +29,7 @@ SUM_STRIDE = 18
 MAX_SHARED = 226 << 10
 UNIT_ROOM = 72 << 10
 """Bytes of shared memory for a program's units on their way, two programs a multiprocessor."""
-DOWN_ROOM = {1: 48 << 10, 8: 64 << 10, 16: 48 << 10}
+DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 """The same for experts of the second product, by columns."""
 
 
@@ -75,6 +75,7 @@ def project(
     launch: Launch,
     *,
     gated: bool,
+    least_shared: int = 0,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -93,12 +94,14 @@ def project(
         PLACES=places,
         COLS=cols,
         GATED=gated,
+        REHEARSE=cols == 1,
         PROGRAMS=_registers_for(launch),
     )
     shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + (k // 2 if cols == 1 else 0)
     factors = pair_factors(weight) if gated else unit_factors(weight)
-    arguments = (x, norm, weight.codes, scale_words(weight, tall), factors, out, num_rows, eps)
-    launch_kernel(source, grid, THREADS, shared, (*arguments, x.stride(0), out.stride(0)), launch)
+    weights = (weight.codes, scale_words(weight, tall), factors)
+    arguments = (x, norm, *weights, out, num_rows, eps, x.stride(0), out.stride(0))
+    launch_kernel(source, grid, THREADS, max(shared, least_shared), arguments, launch)
 
 
 def _add_shared(weight: Packed, tall: int, cols: int) -> int:
@@ -134,6 +137,7 @@ def project_add(
         N=n,
         WARPS=WARPS,
         COLS=cols,
+        REHEARSE=cols == 1,
         PROGRAMS=3 if cols == 1 else 1,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
@@ -219,7 +223,8 @@ def _experts_up(
     )
     weights = (up.codes, scale_words(up, tall), shared_up.codes, scale_words(shared_up, tall))
     outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, num_rows, softcap)
-    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + table_bytes
+    factor_bytes = 8 * min(up.shape[0], mlp.top_k * cols)
+    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + table_bytes + factor_bytes
     arguments = (normed, scores, mlp.bias, *weights, *outs)
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
@@ -264,7 +269,8 @@ def _experts_down(
     routed = (down.codes, scale_words(down, tall, pairs=True))
     weights = (*routed, last.codes, scale_words(last, tall, pairs=True), expert_factors(mlp))
     staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + (places + 1) * 8
+    factor_bytes = 4 * min(down.shape[0], mlp.top_k * cols)
+    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + (places + 1) * 8 + factor_bytes
     factors = (float(mlp.scaling), float(mlp.softcap))
     rest = (hidden, tap, num_rows, *factors, 0 if tap is None else tap.stride(0))
     arguments = (routing.act, shared_act, scores, mlp.bias, *weights, *rest)
@@ -293,6 +299,7 @@ def run_experts(
         "COLS": launch.cols,
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
+        "REHEARSE": launch.cols == 1,
     }
     sizes = experts, mlp.top_k, launch.cols
     table_bytes = routing_bytes(*sizes) + contest_bytes(*sizes)

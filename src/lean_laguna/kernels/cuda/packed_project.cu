@@ -1,6 +1,7 @@
 // project.cu with packed weights: normalise and project, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K, N, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES units on their way.
+// -D: K, N, COLS, GATED, WARPS, PROGRAMS, REHEARSE as in project.cu; FORMAT and TALL of packed.cuh; PLACES units on their
+// way.
 // A unit is 16 weight rows (GATED: 8 of gate and 8 of up), which are the 16 rows of the matrix instruction; tokens are
 // its columns. Each warp takes its own part of K, the parts are added in warp order.
 #include "packed.cuh"
@@ -42,44 +43,52 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     } else {
         for (int k = thread * 8; k < K; k += WARPS * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
     }
+    // What the sums of this thread's output are multiplied by, a unit ahead.
+    const int token = thread / OUTPUTS, n = thread % OUTPUTS;
+    float by = 1.0f, by_up = 1.0f;
+    if (FORMAT == FP4) by = factors[GATED ? 0 : 2 * blockIdx.x + n / 8];
+    if (FORMAT == FP4 && GATED) by_up = factors[1];
     // How many rows there are changes only at the end of a step.
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
-    wait_for_inputs();
-    stamp(WAITED);
-    if (COLS == 1)
-        normalise_row<K, WARPS>(x, own_scale, tokens, squares, eps);
-    else
-        normalise_rows<K, WARPS>(x, scale, tokens, live, eps, x_stride);
-
-    stamp(PREPARED);
     const u16 *own_tokens = tokens + g * STRIDE + warp * PART + 8 * t;
     int slot = 0, parity = 0, buffer = 0;
-    for (int unit = blockIdx.x; unit < count; unit += step) {
-        float even[HALVES][4] = {}, odd[HALVES][4] = {};
-        wait_for_bytes(arrivals + slot, parity);
-        Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
-        leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
-        __syncthreads();
-        if (thread == 0) ask(slot, unit + PLACES * step);
-        const int token = thread / OUTPUTS, n = thread % OUTPUTS;
-        if (token < live) {
-            const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
-            float y = 0.0f, up = 0.0f;
-            for (int w = 0; w < WARPS; w++) {
-                y += from[w * COLS * SUM_STRIDE];
-                if (GATED) up += from[w * COLS * SUM_STRIDE + 8];
-            }
-            if (FORMAT == FP4) {
-                y *= factors[GATED ? 0 : 2 * unit + n / 8];
-                if (GATED) up *= factors[1];
-            }
-            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
+#pragma unroll 1
+    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
+        const bool is_real = turn == 1;
+        if (is_real) {
+            wait_for_inputs();
+            stamp(WAITED);
         }
-        buffer ^= 1;
-        if (++slot == PLACES) slot = 0, parity ^= 1;
-        if (unit == blockIdx.x) stamp(FIRST_DONE);
+        if (COLS == 1)
+            normalise_row<K, WARPS>(x, own_scale, tokens, squares, eps);
+        else
+            normalise_rows<K, WARPS>(x, scale, tokens, live, eps, x_stride);
+        if (is_real) stamp(PREPARED);
+        for (int unit = blockIdx.x; unit < count; unit += step) {
+            float even[HALVES][4] = {}, odd[HALVES][4] = {}, by_next = by;
+            if (FORMAT == FP4 && !GATED && unit + step < count) by_next = factors[2 * (unit + step) + n / 8];
+            if (is_real) wait_for_bytes(arrivals + slot, parity);
+            Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
+            leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
+            __syncthreads();
+            if (!is_real) break;
+            if (thread == 0) ask(slot, unit + PLACES * step);
+            if (token < live) {
+                const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
+                float y = 0.0f, up = 0.0f;
+                for (int w = 0; w < WARPS; w++) {
+                    y += from[w * COLS * SUM_STRIDE];
+                    if (GATED) up += from[w * COLS * SUM_STRIDE + 8];
+                }
+                out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
+            }
+            by = by_next;
+            buffer ^= 1;
+            if (++slot == PLACES) slot = 0, parity ^= 1;
+            if (unit == blockIdx.x) stamp(FIRST_DONE);
+        }
     }
     stamp(ENDED);
 }
