@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from lean_laguna.spec.draft_costs import AcceptanceRates, StepTimes
@@ -50,6 +52,15 @@ def test_the_first_slow_step_of_a_kind_does_not_count():
     made = times(k3=(9.0, 9.0))
     made.add(3, 1.0, 2.0)
     assert made.estimate(3) == (1.0, 2.0)
+
+
+def test_the_spread_says_how_far_one_observation_is_off():
+    made, draw = StepTimes(), random.Random(1)
+    assert made.spread(3) == 0.0
+    for _ in range(15):
+        made.add(3, 0.0, draw.gauss(1.0, 0.1))
+    assert 0.05 < made.spread(3) < 0.2
+    assert times(k3=(1.0, 1.0)).spread(3) == 0.0, "one tells nothing"
 
 
 def test_between_measured_lengths_time_goes_as_the_shape_does():

@@ -156,6 +156,29 @@ def test_a_clock_that_reads_zero_is_no_fault():
     assert controller.explain()
 
 
+def observe(controller, length, accepted, **more):
+    times = {"draft_s": draft_s(length, 1, 0), "verify_s": tiled(length, 1, 0)}
+    controller.observe(length, 1, 100, accepted=[(length, accepted)], **(times | more))
+
+
+def test_steps_of_another_make_teach_no_times():
+    controller = DraftLengthController(15)
+    for _ in range(30):
+        controller.choose(1, 100)
+        observe(controller, 7, 6, verify_s=1.0, is_usual=False)
+        observe(controller, 7, 6)
+    assert "in 2.46 ms" in controller.explain()
+
+
+def test_what_a_change_of_length_takes_is_no_part_of_its_time():
+    controller = DraftLengthController(15)
+    for _ in range(30):
+        length = controller.choose(1, 100)
+        observe(controller, length, min(length, 6), extra_s=0.0 if length == 7 else 0.5)
+    assert controller.choose(1, 100) == 7
+    assert "without drafting: 1.00 tokens in 2.0" in controller.explain()
+
+
 @pytest.mark.parametrize("fixed", [0, 3, 7])
 def test_a_fixed_length_stays(fixed):
     controller = DraftLengthController(7, fixed)
