@@ -27,12 +27,13 @@ from lean_laguna.convert.worker_pool import worker_pool
 from lean_laguna.core.cpus import usable_cpus
 from lean_laguna.core.errors import ConfigError, WorkerError
 from lean_laguna.core.files import atomic_write_json
+from lean_laguna.engine.kv_budget import free_memory_bytes
 from lean_laguna.quant.scheme import TensorSpec, WeightScheme
 
 _INDEX = "model.safetensors.index.json"
 # Left over on the disk beside the result: other files, the file system's own.
 _SPARE_BYTES = 64 << 20
-_MOST_WORKERS, _WORKER_BYTES = 16, 256 << 20
+_MOST_WORKERS, _WORKER_BYTES, _WORKER_MEMORY_BYTES = 16, 256 << 20, 512 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def default_workers(source: Source) -> int:
     bear: each takes about 0.3 GB.
     """
     num_bytes = sum(source.tensors.bytes_of(name)[2] for name in source.tensors.names())
-    return max(1, min(usable_cpus(), _MOST_WORKERS, num_bytes // _WORKER_BYTES))
+    free = free_memory_bytes(torch.device("cpu"))
+    by_memory, by_work = free // _WORKER_MEMORY_BYTES, num_bytes // _WORKER_BYTES
+    return max(1, min(usable_cpus(), _MOST_WORKERS, by_memory, by_work))
 
 
 def quantize(

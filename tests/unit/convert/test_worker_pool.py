@@ -213,11 +213,16 @@ def test_small_checkpoints_get_one_worker_and_large_ones_one_per_cpu(
 
     source = open_source(write_target(tmp_path / "source"))
     monkeypatch.setattr(quantize, "usable_cpus", lambda: 6)
+    monkeypatch.setattr(quantize, "free_memory_bytes", lambda device: 64 << 30)
     assert default_workers(source) == 1
     monkeypatch.setattr(quantize, "_WORKER_BYTES", 1000)
     assert default_workers(source) == 6
     monkeypatch.setattr(quantize, "usable_cpus", lambda: 96)
     assert default_workers(source) == 16
+    monkeypatch.setattr(quantize, "free_memory_bytes", lambda device: 2 << 30)
+    assert default_workers(source) == 4
+    monkeypatch.setattr(quantize, "free_memory_bytes", lambda device: 1 << 20)
+    assert default_workers(source) == 1
 
 
 def test_threads_alone_need_no_process(tmp_path: Path, processes: list[Any]) -> None:
