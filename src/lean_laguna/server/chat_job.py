@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from lean_laguna.server.settings import ServerConfig
 from lean_laguna.server.stream import Prompt
 from lean_laguna.server.tool_grammar import forced_calls
 
+_MANY_MESSAGES = 200
 _MARKUP = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")
 
 
@@ -58,12 +60,24 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
         ApiError: 400, naming the field.
         RequestError: The same.
     """
-    rendered, tools = render_chat(service, body)
+    rendered, tools = await rendered_chat(service, body)
     ids = await service.encode_prompt(
         rendered, _asked(body), "messages", add_special_tokens=bool(body.add_special_tokens)
     )
     params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
     return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
+
+
+async def rendered_chat(service: Service, body: ChatRequest) -> tuple[str, list[dict[str, Any]]]:
+    """Return what :func:`render_chat` does; a long conversation is rendered beside the event loop.
+
+    Raises:
+        ApiError: 400, naming the field.
+        RequestError: The template refuses the conversation.
+    """
+    if len(body.messages) < _MANY_MESSAGES:
+        return render_chat(service, body)
+    return await asyncio.to_thread(render_chat, service, body)
 
 
 def render_chat(service: Service, body: ChatRequest) -> tuple[str, list[dict[str, Any]]]:

@@ -47,9 +47,15 @@ class Conversation:
         rendered = template.render(
             self.messages, self.tools or None, add_generation_prompt, **self.template_kwargs
         )
+        end = 0  # of what was found last: messages stand in their order, and long conversations have many
         for number, message in enumerate(self.messages):
             said = (message.get("content") or "").strip()
-            if said and message["role"] != "assistant" and said not in rendered:
+            if not said or message["role"] == "assistant":
+                continue
+            found = rendered.find(said, end)
+            if found >= 0:
+                end = found + len(said)
+            elif said not in rendered:
                 raise bad_request(
                     f"messages[{number}]: this model's chat template leaves out the content of a "
                     f"message with role '{message['role']}' in this place",

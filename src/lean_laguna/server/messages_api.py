@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from lean_laguna.server.blocks import Block, Blocks, Change
 from lean_laguna.server.bodies import convert
-from lean_laguna.server.chat_job import ChatJob, prepare_chat, render_chat
+from lean_laguna.server.chat_job import ChatJob, prepare_chat, rendered_chat
 from lean_laguna.server.choice_reader import ChoiceReader
 from lean_laguna.server.errors import CONTEXT_LENGTH, ApiError
 from lean_laguna.server.messages_input import chat_fields
@@ -50,7 +50,7 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a prompt without serving it."""
     body, headers = await service.body(request, MessagesFields)
-    rendered, _ = render_chat(service, convert(chat_fields(body), ChatRequest))
+    rendered, _ = await rendered_chat(service, convert(chat_fields(body), ChatRequest))
     return JSON({"input_tokens": len(await service.encode(rendered))}, headers=headers)
 
 

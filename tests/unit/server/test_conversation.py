@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from lean_laguna.core.errors import RequestError
@@ -53,6 +55,23 @@ def test_what_a_template_leaves_out_is_an_error_and_not_a_shorter_prompt():
     with pytest.raises(ApiError, match=r"messages\[1\].*role 'system'"):
         Conversation(messages, [], {}).render(FORGETFUL)
     assert Conversation(messages[:1], [], {}).render(FORGETFUL) == "hi"
+
+
+def test_a_long_conversation_costs_in_proportion_to_its_length():
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    seconds = []
+    for count in (2000, 20_000):
+        messages = read_messages([{"role": "user", "content": f"message {i} of many"} for i in range(count)])
+        started = time.process_time()
+        Conversation(messages, [], {}).render(template)
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 40 * seconds[0]
+
+
+def test_messages_out_of_their_order_are_found():
+    late = ChatTemplate("{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
+    messages = read_messages([{"role": "user", "content": text} for text in ("a", "b", "ab", "b")])
+    assert Conversation(messages, [], {}).render(late) == "babba"
 
 
 @pytest.mark.parametrize(
