@@ -2,15 +2,16 @@
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
-// WARPS, which share a split's keys, and then the head's dimensions; TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
+// TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
 // parts that a lone row's program has room for, so that they are handed over instead of fetched; LATE: the next kernel
-// may start after the first split, whose weights would delay the other splits' keys.
+// may start after the first split, for its weights would delay the other splits' keys.
 // The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
 // splits in their order; at the end the cluster's programs share out the queries and add what each other has of them,
 // always in the programs' order. A split that
 // a row does not see changes nothing of the row. So a row's bits are its own, alone or beside others.
 #include "common.cuh"
 
+#define WARPS 8
 #define GROUP (H / J)
 // Queries that matter of a tile's 16: of a lone row often half.
 #define HALVES (LONE && GROUP <= 8 ? 1 : 2)
@@ -19,12 +20,11 @@
 #define PSTRIDE (SPLIT + 8)
 #define SUMS (P + 4)
 #define KEYS (SPLIT / WARPS)
-#define KEY_TILES (KEYS / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
 #define SLICE (P / WARPS)
 #define SLICES (SLICE / 8)
-#define TAKE 4
+#define TAKE 8
 #define COPIED_KEYS (WARPS * 32 / (P / 8))
 #define COPIES (SPLIT / COPIED_KEYS)
 // A page holds a whole number of COPIED_KEYS, or they of it.
@@ -98,8 +98,8 @@ DEVICE size_t place_in_cache(int page, int key, int head, int d) {
 // Ask for a split into L2, while there is nothing else to do.
 DEVICE void prefetch_split(const u16 *k_cache, const u16 *v_cache, const Task &task, int split, const int *own_table,
                            int thread) {
-    const int k = thread / 2;  // two lines a key
-    if (k < SPLIT && split * SPLIT + k < task.first) {
+    const int k = thread / 2;  // two lines a key, SPLIT keys, two threads for each
+    if (split * SPLIT + k < task.first) {
         const int page = load_fresh32(own_table + (split * SPLIT + k) / KV_BLOCK);
         const size_t at = place_in_cache(page, split * SPLIT + k, task.head, thread % 2 * (P / 2));
         prefetch_line(k_cache + at), prefetch_line(v_cache + at);
@@ -197,7 +197,7 @@ DEVICE void add_parts(const Task &task, int query, float opened, const float *su
     *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
 }
 
-CLUSTER_KERNEL(WARPS > 8 ? 64 : LONE ? 88 : 128, CLUSTER)
+CLUSTER_KERNEL(LONE ? 88 : 128, CLUSTER)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
           const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
@@ -340,20 +340,17 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             wait_for_stream<1>();
             __syncthreads();
             if (is_first) stamp(PREPARED);
-            // Scores of the queries and this warp's keys: matrices of 8 keys by 8 dimensions, four at a time.
-            float scores[TILES][KEY_TILES][4] = {};
+            // Scores of the queries and this warp's 16 keys.
+            float scores[TILES][2][4] = {};
 #pragma unroll
-            for (int d = 0; d < P; d += 32 / KEY_TILES) {
-                const int key = warp * KEYS + lane % 8 + (KEY_TILES > 1 ? lane / 16 * 8 : 0);
-                const uint4 b = load_matrices(keys + key * STRIDE + d + (KEY_TILES > 1 ? lane & 8 : lane / 8 * 8));
+            for (int d = 0; d < P; d += 16) {
+                const uint4 b = load_matrices(keys + (warp * KEYS + (lane >> 4) * 8 + (lane & 7)) * STRIDE + d + (lane & 8));
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     if (tile >= num_tiles) break;
-                    const u16 *at = queries + (tile * 16 + (lane & (8 * HALVES - 1))) * STRIDE + d + (lane >> 4) * 8;
-                    const uint4 a = load_matrices(at);
+                    const uint4 a = load_matrices(queries + (tile * 16 + (lane & (8 * HALVES - 1))) * STRIDE + d + (lane >> 4) * 8);
                     multiply(scores[tile][0], a.x, a.y, a.z, a.w, b.x, b.y);
-                    const uint4 more = KEY_TILES > 1 ? a : load_matrices(at + 16);
-                    multiply(scores[tile][KEY_TILES - 1], more.x, more.y, more.z, more.w, b.z, b.w);
+                    multiply(scores[tile][1], a.x, a.y, a.z, a.w, b.z, b.w);
                 }
             }
 #pragma unroll
@@ -364,7 +361,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     const int p = task.first + (task.first_query + tile * 16 + g + 8 * half) / GROUP;
                     float own_peak = -INF;
 #pragma unroll
-                    for (int i = 0; i < 2 * KEY_TILES; i++) {
+                    for (int i = 0; i < 4; i++) {
                         const int key = from + warp * KEYS + (i >> 1) * 8 + 2 * t + (i & 1);
                         bool seen = key <= (CAUSAL ? p : task.last);
                         if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
@@ -386,19 +383,15 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
                     const int query = tile * 16 + g + 8 * half;
-                    float highest = -INF;
-#pragma unroll
-                    for (int w = 0; w < WARPS; w += 4) {
-                        const float4 p = *(const float4 *)(peaks + query * WARPS + w);
-                        highest = fmaxf(highest, fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)));
-                    }
+                    const float4 p = *(const float4 *)(peaks + query * WARPS), q = *(const float4 *)(peaks + query * WARPS + 4);
+                    const float highest = fmaxf(fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)), fmaxf(fmaxf(q.x, q.y), fmaxf(q.z, q.w)));
                     const float now = fmaxf(peak[tile][half], highest), safe = now == -INF ? 0.0f : now;
                     const float fade = power2(peak[tile][half] - safe);
                     peak[tile][half] = now;
 #pragma unroll
                     for (int n = 0; n <= SLICES; n++) acc[tile][n][2 * half] *= fade, acc[tile][n][2 * half + 1] *= fade;
 #pragma unroll
-                    for (int n = 0; n < KEY_TILES; n++)
+                    for (int n = 0; n < 2; n++)
                         *(u32 *)(shares + query * PSTRIDE + warp * KEYS + n * 8 + 2 * t) =
                             pack(power2(scores[tile][n][2 * half] - safe), power2(scores[tile][n][2 * half + 1] - safe));
                 }

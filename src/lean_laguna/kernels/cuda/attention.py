@@ -12,8 +12,7 @@ from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, cdiv
 from lean_laguna.kernels.triton.rows import Rows
 
-WARPS, LONE_WARPS = 8, 16
-"""Of a program; more for a lone row, whose time is one program's steps one after another."""
+WARPS = 8
 HEAD_DIM = 128
 SPLIT = 128
 """Keys a program takes at a time."""
@@ -29,7 +28,7 @@ def has_clusters(device: torch.device) -> bool:
 
 def cluster_programs(shape: AttentionShape) -> int:
     """Return how many programs share the keys of a KV head: more where they may be many."""
-    return 8 if shape.window else 12
+    return 8 if shape.window else 16
 
 
 def inbox_parts(shape: AttentionShape) -> int:
@@ -91,7 +90,7 @@ def attend(
     p, heads = shape.head_dim, shape.num_kv_heads
     cluster, tiles = cluster_programs(shape), num_tiles(shape, launch.cols)
     is_lone, group = launch.cols == 1, shape.num_heads // heads
-    inbox, warps = inbox_parts(shape) if is_lone else 0, LONE_WARPS if is_lone else WARPS
+    inbox = inbox_parts(shape) if is_lone else 0
     source = Source.of(
         "attention",
         H=shape.num_heads,
@@ -106,13 +105,12 @@ def attend(
         KV_BLOCK=cache[0].shape[1],
         CLUSTER=cluster,
         TILES=tiles,
-        WARPS=warps,
         LONE=is_lone,
         INBOX=inbox,
         LATE=is_late(shape, launch),
     )
     queries = tiles * (TILE // 2 if is_lone and group <= TILE // 2 else TILE)
-    shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * warps) * 2 + 3 * 16 * 4
+    shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
     shared += 2 * 4 * max(1, SPLIT // cache[0].shape[1]) + inbox * (p + 6) * 4
     # A lone row has a cluster for each KV head, and leaves room for what comes next.
     spread = 1 if is_lone else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
@@ -131,7 +129,7 @@ def attend(
     launch_kernel(
         source,
         spread * heads * cluster,
-        32 * warps,
+        32 * WARPS,
         shared,
         (*arguments, rows.num_requests, float(eps), scale, block_table.stride(0)),
         launch,
