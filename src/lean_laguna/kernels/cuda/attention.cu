@@ -3,8 +3,8 @@
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
 // TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
-// parts that a lone row's program has room for, so that they are handed over instead of fetched; LATE: the next kernel
-// may start after the first split, for its weights would delay the other splits' keys.
+// parts that a lone row's program has room for, so that they are handed over instead of fetched; LATE: the next
+// kernel may start when the queries are there (1) or after the first split (2), for its weights would delay them.
 // The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
 // splits in their order; at the end the cluster's programs share out the queries and add what each other has of them,
 // always in the programs' order. A split that
@@ -337,6 +337,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     }
                 }
             }
+            if (LATE == 1 && is_first) let_next_start();
             wait_for_stream<1>();
             __syncthreads();
             if (is_first) stamp(PREPARED);
@@ -422,7 +423,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             __syncthreads();
             if (copies) copy_pages(values, v_cache, then_pages, then_first, then, then_head, thread);
             end_stream_group();
-            if (LATE && is_first) let_next_start();
+            if (LATE == 2 && is_first) let_next_start();
             turn ^= 1;
         }
         if (INBOX) wait_for_cluster();  // all have begun: what is handed over finds its place
