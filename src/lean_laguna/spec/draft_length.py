@@ -2,9 +2,8 @@
 
 The length that maximises expected tokens per second is used: (1 + sum of acceptance) / (draft + verify time),
 for the present batch size and context length. A length of 0 is plain decoding. The first step takes what is
-likely best, by what steps usually cost beside each other; what has been measured replaces that, also for
-batch sizes and context lengths that come later. It can be kept in a profile, one per machine, models and
-precision.
+likely best, by what steps usually cost beside each other; what has been measured replaces that, also at other
+batch sizes and context lengths. It can be kept in a profile, one per machine, models and precision.
 
 Bound: trials of other lengths cost at most `Policy.start_steps` steps and `Policy.explore_share` of the time,
 and a better length is taken up when it gains more than `Policy.hysteresis`. So with true estimates decoding
@@ -32,25 +31,28 @@ _PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps betwee
 _PLAN_EVERY = 16  # from then on: a look costs as much as some kernels
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
+_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = 5e-5, 0.01, 8  # what learning takes, and may take of a step
+_UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
 
 class _Cell:
     """What is known, and what is used, at one batch size and context length."""
 
-    def __init__(self, times: StepTimes, policy: Policy):
-        self.times = times
+    def __init__(self, times: StepTimes, policy: Policy, lender: StepTimes | None = None):
+        self.times, self.lender = times, lender
         self.trials = Trials(policy)
         self.current: int | None = None
         self.rates: list[float] = []  # tokens per second of one sequence by draft length, as of the last plan
         self.plan_left = 0
         self.num_steps = 0
+        self.stride = 1  # steps of which one teaches
         self.scheduled = ScheduledSteps()
 
     @property
     def is_timed(self) -> bool:
         """Whether a step at the length in use is timed: not each, once its time is well known."""
-        return self.num_steps < _PLAN_AFTER[-1][0] or self.num_steps % _TIME_EVERY == 0
+        return self.num_steps < _PLAN_AFTER[-1][0] or self.num_steps % (_TIME_EVERY * self.stride) == 0
 
 
 class DraftLengthController:
@@ -100,10 +102,7 @@ class DraftLengthController:
             self.restore(profile)
 
     def choose(self, batch: int, context_len: int, *, may_schedule: bool = True) -> int:
-        """Return the draft length for the next step; the caller may shorten it per request.
-
-        Where the drafter says how confident it is, the step's costs go into ``schedule``, or None where its
-        drafts shall be sent as they are.
+        """Return the draft length for the next step, and put its costs into ``schedule`` where that decides.
 
         Args:
             batch: Sequences decoded in the step, at least 1.
@@ -130,7 +129,11 @@ class DraftLengthController:
         known = self._estimates(key, cell)
         cell.rates = rates = self._tokens_per_s(cell, known)
         cell.current = current = self._best(key, cell, known, rates)
-        cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY) - 1
+        if cell.num_steps >= _PLAN_AFTER[-1][0]:
+            stride = int(_LEARNING_S / (_LEARNING_SHARE * known.step_s[current]))
+            cell.stride = max(1, min(_LONGEST_STRIDE, stride))
+        every = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY * cell.stride)
+        cell.plan_left = every - 1
         trial = cell.trials.choose(known, current)
         return (current, False) if trial is None else (trial, True)
 
@@ -139,7 +142,7 @@ class DraftLengthController:
         return Estimates(
             self._acceptance(key[0]).tokens_per_step(),
             [max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k in lengths],
-            [cell.times.count(k) for k in lengths],
+            [cell.times.count(k) or bool(cell.lender and cell.lender.count(k)) for k in lengths],
             cell.times.spread(cell.current) if cell.current is not None else 0.0,
         )
 
@@ -151,7 +154,10 @@ class DraftLengthController:
     def _best(self, key: tuple[int, int], cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
         """Return the length to use from here on: another than before only where it promises enough."""
         if cell.current is None:
-            return max(range(len(rates)), key=lambda k: (rates[k], -k))
+            sure = [
+                rate if count else rate / _UNSEEN for rate, count in zip(rates, known.counts, strict=True)
+            ]
+            return max(range(len(sure)), key=lambda k: (sure[k], -k))
         least = [1 + cell.trials.least_gain(known, k) for k in range(len(rates))]
         least[cell.current] = 1.0
         if cell.current:
@@ -187,13 +193,18 @@ class DraftLengthController:
             accepted: Per sequence, its draft tokens and how many were accepted.
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
             num_made_tokens: Longest draft made in a scheduled step; None for another.
-            is_usual: See ``DraftLengths.observe``.
-            extra_s: See there.
+            is_usual: See ``DraftLengths.observe``; as ``extra_s``.
+            extra_s: Seconds besides.
         """
         if self._fixed is not None:
             return
         key = _key(batch, context_len)
         cell = self._cell(key)
+        cell.num_steps += 1
+        is_trial = num_draft_tokens == cell.trials.pending
+        is_told = self.schedule is not None and bool(self.schedule.survival)
+        if cell.num_steps % cell.stride and not (is_trial or is_told):
+            return
         held_back = unsent or [()] * len(accepted)
         rates = self._acceptance(key[0])
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
@@ -201,9 +212,9 @@ class DraftLengthController:
                 cell.plan_left = 0
         is_cut = num_made_tokens not in (None, num_draft_tokens)
         is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
+        is_usual |= is_trial and not cell.times.count(num_draft_tokens)  # about right, better than unknown
         if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
-        cell.num_steps += 1
         step_s = draft_s + verify_s
         usual_s = (
             step_s if cell.times.is_empty else cell.times.pace * sum(cell.times.estimate(num_draft_tokens))
@@ -237,7 +248,8 @@ class DraftLengthController:
 
         name = f"draft length {chosen}" if chosen else "drafting off"
         versus = "without drafting" if chosen else f"best length {other}"
-        return f"{name}: {told(chosen)}; {versus}: {told(other)}; {_describe(self._last_key)}"
+        where = f"batch up to {2 ** self._last_key[1]}, context below {2 ** self._last_key[0]}k"
+        return f"{name}: {told(chosen)}; {versus}: {told(other)}; {where}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was learned, as JSON-ready values."""
@@ -274,11 +286,12 @@ class DraftLengthController:
     def _cell(self, key: tuple[int, int]) -> _Cell:
         if key not in self._cells:
             known = [k for k, other in self._cells.items() if not other.times.is_empty]
-            shape = self._usual(key)
+            shape, lender = self._usual(key), None
             if known:
                 nearest = min(known, key=lambda k: (abs(k[1] - key[1]), abs(k[0] - key[0]), k))
                 shape = partial(self._as_in, nearest, key)
-            self._cells[key] = _Cell(StepTimes(shape), self.policy)
+                lender = self._cells[nearest].times if nearest[1] == key[1] else None
+            self._cells[key] = _Cell(StepTimes(shape), self.policy, lender)
         return self._cells[key]
 
     def _usual(self, key: tuple[int, int]) -> Shape:
@@ -304,8 +317,3 @@ class DraftLengthController:
 def _key(batch: int, context_len: int) -> tuple[int, int]:
     """Return the buckets of context length (below 1k, 2k, 4k, ...) and batch (1, 2, up to 4, 8, ...)."""
     return (context_len // _CONTEXT_UNIT).bit_length(), (batch - 1).bit_length()
-
-
-def _describe(key: tuple[int, int]) -> str:
-    context, batch = key
-    return f"batch up to {2**batch}, context below {2**context}k"

@@ -18,9 +18,9 @@ from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 _DECAY = 0.98
 _ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
 _KNOWN_AFTER = 8  # scheduled steps at first, whatever they gain
-_LOOK_EVERY = 16  # steps while off
+_LOOK_EVERY = 16, 64  # steps while off, at first and later
 _PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
-_SETTLED_AFTER = 64  # scheduled steps
+_SETTLED_AFTER = 64  # steps whose chances were seen
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
 _CLAIM_DECAY, _TRUSTED_TOKENS = 0.995, 100.0  # tokens that have come true as claimed before any did
 _LEAST_S = 1e-9
@@ -89,7 +89,8 @@ class ScheduledSteps:
         """
         schedule.costs = None
         self._num_chosen += 1
-        schedule.wants_chances = self.is_on or self._num_chosen % _LOOK_EVERY == 0
+        is_settled = self._num_seen >= _SETTLED_AFTER
+        schedule.wants_chances = self.is_on or self._num_chosen % _LOOK_EVERY[is_settled] == 0
         if not schedule.wants_chances:
             return length
         plan = self._plan
@@ -102,7 +103,7 @@ class ScheduledSteps:
                 caps,
                 [draft_s for draft_s, _ in estimates],
                 self._caps.choose(caps, length) if schedule.compares_caps else cap,
-                self._num_chosen + _PLAN_LASTS[self._num_seen >= _SETTLED_AFTER],
+                self._num_chosen + _PLAN_LASTS[is_settled],
                 (batch, length),
             )
         if schedule.is_always_told and not self.is_on:

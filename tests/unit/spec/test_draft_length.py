@@ -170,6 +170,17 @@ def test_steps_of_another_make_teach_no_times():
     assert "in 2.46 ms" in controller.explain()
 
 
+def test_where_steps_are_short_not_each_of_them_teaches():
+    controller, added = DraftLengthController(15), []
+    for _ in range(600):
+        controller.choose(1, 100)
+        before = controller.to_dict()["acceptance"]
+        observe(controller, 7, 6, draft_s=1e-5, verify_s=2e-4)
+        added.append(controller.to_dict()["acceptance"] != before)
+    assert all(added[:128])
+    assert sum(added[-160:]) < 40
+
+
 def test_what_a_change_of_length_takes_is_no_part_of_its_time():
     controller = DraftLengthController(15)
     for _ in range(30):
