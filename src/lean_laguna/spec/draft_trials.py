@@ -17,7 +17,7 @@ _LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at mos
 _GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
 _STANDARD_ERRORS = 1.25  # of a median, in those of a mean
 _LEAST_GAINS = (inf, 0.1, 0.05, 0.0)  # of a length whose time was observed 0, 1, 2, 3 times
-_CLOSE, _CLOSE_WAIT = 0.8, 8  # where drafting is expected to earn that share of plain steps, wait no longer
+_CLOSE, _CLOSE_WAIT = 0.8, 16  # where drafting is expected to earn that share of plain steps, wait no longer
 _DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
 _LEAST_STEPS = 2  # before any trial: the first step of all tells little
 
@@ -42,7 +42,7 @@ class Policy:
     recheck_steps: int = 256
     recheck_close_steps: int = 32
     fresh_steps: int = 64
-    max_saved_steps: float = 4.0
+    max_saved_steps: float = 2.0
 
 
 @dataclass(frozen=True)
