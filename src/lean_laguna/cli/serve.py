@@ -19,7 +19,7 @@ from lean_laguna.cli.options import (
 from lean_laguna.cli.options import engine_options as shared_options
 from lean_laguna.cli.parser import Parser, one_of, whole
 from lean_laguna.cli.serve_flags import add_accepted_options, in_our_names, refuse_unsupported
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.errors import ConfigError, RequestError
 from lean_laguna.core.files import parse_json
 from lean_laguna.models.catalog import DEFAULT_MODEL
 
@@ -221,7 +221,12 @@ def _sampling_defaults(text: str | None) -> Mapping[str, Any]:
     given = dict(_json_object(text, "--override-generation-config"))
     if "max_new_tokens" in given:
         given["max_tokens"] = given.pop("max_new_tokens")
-    SamplingParams.from_dict(given, "--override-generation-config")
+    flag = "--override-generation-config"
+    try:
+        SamplingParams.from_dict(given, flag)
+    except RequestError as error:  # that of a value names its field alone
+        told = str(error)
+        raise ConfigError(told if told.startswith(flag) else f"{flag}: {told}") from None
     return given
 
 

@@ -266,7 +266,8 @@ class EngineConfig:
         chunk = 256 if self.prefill_chunk_size is None else self.prefill_chunk_size
         if chunk % self.kv_block_size:
             raise ConfigError(
-                f"prefill_chunk_size ({chunk}) must be a multiple of kv_block_size ({self.kv_block_size})"
+                f"prefill_chunk_size ({chunk}; of serve: --max-num-batched-tokens) must be a multiple of "
+                f"kv_block_size ({self.kv_block_size}; of serve: --block-size)"
             )
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean_laguna.core.config_reader import ConfigReader
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.model_config import LagunaConfig, config_path, read_config_json
 from lean_laguna.models.checkpoint_writer import save_laguna
@@ -107,6 +108,7 @@ def check_laguna(path: str | Path) -> None:
 def _matched(path: str | Path, attention_factor: float | None) -> _Loader:
     """Return a target on the ``meta`` device and the tensors that belong into it."""
     given, file = read_config_json(path), config_path(path)
+    ConfigReader(given, str(file)).refuse_other_architectures()  # a drafter has other tensors
     reader = open_checkpoint(path, given, str(file))
     stored = _canonical_names(reader)
     _infer_gating(given, reader, stored)

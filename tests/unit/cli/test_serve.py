@@ -55,7 +55,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
         (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs: not valid JSON"),
         (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
         (["--override-generation-config", '{"temprature": 1}'], "did you mean 'temperature'"),
-        (["--override-generation-config", '{"temperature": -1}'], "temperature must be at least 0"),
+        (["--override-generation-config", '{"temperature": -1}'], "-config: temperature must be at least 0"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: only 1 is supported"),
         (["--gpu-memory-utilization", "0.9"], "--kv-cache-memory-bytes"),
         (["--speculative-config", '{"model": "nano-dflash", "metod": "dflash"}'], "did you mean 'method'"),

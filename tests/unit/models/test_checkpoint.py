@@ -273,3 +273,10 @@ def test_an_override_needs_yarn_and_a_positive_factor(folder):
     edit_config(folder, rope_parameters={FULL: plain, "sliding_attention": plain})
     with pytest.raises(ConfigError, match="applies to yarn only; full-attention layers use default"):
         load_laguna(folder, attention_factor=1.0)
+
+
+def test_a_drafter_is_named_a_drafter_before_its_tensors_are_looked_for(folder):
+    edit_config(folder, architectures=["DFlashLagunaForCausalLM"])
+    rename(folder, lambda name: f"draft.{name}")
+    with pytest.raises(ConfigError, match="this is a drafter"):
+        load_laguna(folder)
