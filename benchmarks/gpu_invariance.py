@@ -112,7 +112,6 @@ class Invariance(Bench):
         with patched({(attention, "CHUNK"): min(CHUNKS)}):  # the most partial sums: buffers for all
             super().build()
         self.rows = (1, 16) if self.tiny else ROWS
-        self.tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=self.device)
 
     def columns(self, rows: int, *, is_cuda: bool = False) -> int:
         if is_cuda and rows == 1:
@@ -206,9 +205,7 @@ class Invariance(Bench):
             for i in self.layers(True):
                 m = layers[i].mlp
                 scores, act = rows_of(sc.scores, self.shape.experts), rows_of(sc.act, self.shape.shared)
-                products.run_experts(
-                    m, sc.hidden, scores, sc.normed, act, sc.routing, self.tables, n, 1e-6, launch
-                )
+                products.run_experts(m, sc.hidden, scores, sc.normed, act, sc.routing, n, 1e-6, launch)
 
         return {
             "qkv": qkv,

@@ -94,11 +94,7 @@ class LayersBench(Bench):
     def stamped(self) -> list[tuple[int, Launch, dict[str, int], dict[str, int]]]:
         """Return what is stamped: rows, launch, sizes and constants that differ."""
         stamps = {"STAMPS": STAMPED_BLOCKS}
-        return [
-            (1, self.launch(1), {}, stamps),
-            (1, self.launch(1), {"SHARES_OUT": 0}, stamps),
-            (8, self.launch(8), {}, stamps),
-        ]
+        return [(1, self.launch(1), {}, stamps), (8, self.launch(8), {}, stamps)]
 
     def stamps(self) -> dict[str, list[str]]:
         """Return where the blocks of the last layer were."""
@@ -154,13 +150,10 @@ class LayersBench(Bench):
             ("triton", None, {}, {}),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
             ("8 columns", wide, {}, {}),
-            ("8 columns, evenly dealt", wide, {"SHARES_OUT": 0}, {}),
             ("8 columns, by lanes", wide, {"BULK_WIDTH": 1}, {}),
             ("1 column", lone, {}, {}),
-            ("1 column, evenly dealt", lone, {"SHARES_OUT": 0}, {}),
             ("1 column, 3 units", lone, {"BULK_COLUMNS": 6144}, {}),
             ("16 columns", self.launch(16), {}, {}),
-            ("16 columns, copy engine", self.launch(16), {"BULK_WIDTH": 16}, {}),
         ]
 
     def profile_cuda(self) -> dict[str, Any]:

@@ -139,7 +139,6 @@ using emulator::wait_for_cluster;
 static inline void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
-static inline int add_released(int *p, int v) { int old = *p; *p += v; return old; }
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
 static inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }
@@ -156,10 +155,8 @@ template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
-DEVICE uint2 load_fresh2(const u16 *p) { return *(const uint2 *)p; }
 DEVICE u16 load_fresh16(const u16 *p) { return *p; }
 DEVICE int load_fresh32(const int *p) { return *p; }
-DEVICE float4 load_fresh_floats(const float *p) { return *(const float4 *)p; }
 DEVICE float from_bf16(u16 v) { return __int_as_float((int)((u32)v << 16)); }
 DEVICE u16 to_bf16(float x) {
     u32 bits = (u32)__float_as_int(x);
@@ -239,8 +236,6 @@ DEVICE int min_over_warp(int v) {
 DEVICE void init_arrival(u64 *arrival) { *arrival = 0; }
 DEVICE void show_arrivals() {}
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
-DEVICE void expect_nothing(u64 *arrival) { *arrival += 1ull << 32; }
-DEVICE int take_number(int *counter) { return (*counter)++; }
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     memcpy(to, from, bytes);
     *arrival -= bytes;

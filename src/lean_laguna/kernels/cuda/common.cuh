@@ -49,11 +49,6 @@ DEVICE u32 load_fresh_pair(const u16 *p) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-DEVICE uint2 load_fresh2(const u16 *p) {
-    uint2 v;
-    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
 DEVICE u16 load_fresh16(const u16 *p) {
     u16 v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
@@ -63,10 +58,6 @@ DEVICE int load_fresh32(const int *p) {
     int v;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
-}
-DEVICE float4 load_fresh_floats(const float *p) {
-    uint4 v = load_fresh(p);
-    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 // d += a (16 tokens x 16 k) * b (16 k x 8 weight rows), float32 sums.
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -117,18 +108,6 @@ DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.a
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 #endif
-// The next number of a counter.
-DEVICE int take_number(int *counter) {
-    int number;
-    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(counter) : "memory");
-    return number;
-}
-// Add to a counter: what the block wrote before (and a barrier) is there for whoever sees the sum.
-DEVICE int add_released(int *counter, int by) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
-    return before;
-}
 // 16 bytes from memory to shared memory, or zeros where not `wanted`.
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     u32 at = (u32)__cvta_generic_to_shared(to);
@@ -154,10 +133,6 @@ DEVICE void show_arrivals() {
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(bytes) : "memory");
-}
-// The phase is over without bytes.
-DEVICE void expect_nothing(u64 *arrival) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
 }
 // A multiple of 16 bytes, both ends on 16; expected before.
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {

@@ -20,20 +20,18 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights
 
 
 class CudaLayers:
-    """Runs layers; owns the routing tables, shared by all of them.
+    """Runs layers.
 
     Made for layers of one dtype, BF16; a layer's parts that no kernel fits run on Triton. Which kernel a part
     takes depends on its shape alone.
     """
 
     def __init__(self, device: torch.device):
-        """Set the routing tables aside.
+        """Find out what the device can do.
 
         Args:
             device: Where the weights are.
         """
-        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._attends = cuda_attention.has_clusters(device)
 
@@ -67,9 +65,7 @@ class CudaLayers:
         if isinstance(mlp, DenseWeights):
             act = rows_of(scratch.act, mlp.down.shape[1])
             if products.fits_project(mlp.gate_up, gated=True):
-                products.project(
-                    hidden, mlp.norm, mlp.gate_up, act, n, eps, launch, gated=True, counter=self._counter
-                )
+                products.project(hidden, mlp.norm, mlp.gate_up, act, n, eps, launch, gated=True)
             else:
                 gate_up(hidden, mlp.norm, mlp.gate_up, act, n, eps, tiles.dense_gate_up, launch)
             self._add(act, mlp.down, hidden, n, tiles, launch, tap)
@@ -83,12 +79,10 @@ class CudaLayers:
                 scratch.normed,
                 act,
                 scratch.routing,
-                self._tables,
                 n,
                 eps,
                 launch,
                 tap,
-                self._counter,
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)
@@ -119,7 +113,6 @@ class CudaLayers:
                 eps,
                 launch,
                 least_shared=least,
-                counter=self._counter,
             )
         else:
             project_qkv(attention, hidden, qkv, n, tiles, launch, eps)

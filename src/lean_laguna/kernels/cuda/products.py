@@ -16,10 +16,8 @@ from lean_laguna.kernels.cuda.formats import (
     code_of,
     expert_factors,
     fits,
-    pair_factors,
     scale_words,
     tall_log,
-    unit_factors,
 )
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
@@ -32,8 +30,6 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-SHARES_OUT = 1
-"""Whether programs take units by number."""
 BULK_COLUMNS = 4096
 """Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
 BULK_WIDTH = 8
@@ -57,8 +53,6 @@ LEAST_OF_TWO = 76_801
 """Bytes of which a multiprocessor of 228 KiB holds two and no third: there is then room beside them
 everywhere, which a cluster of programs needs."""
 MAX_EXPERTS = 256
-TABLE_BYTES = 1 << 15
-"""Enough for the routing tables of 16 rows."""
 
 
 def _item_bytes(weight: Weight) -> int:
@@ -96,9 +90,9 @@ def _unit_ring(weight: Weight, launch: Launch) -> tuple[int, int]:
     k = weight.shape[-1]
     if _has_units(weight, launch):
         ring = max(1, BULK_COLUMNS // k)
-        return ring, ring * (8 * k * 2 + 12)
-    ring = _ring(k // THREADS // _chunks(weight), PACKED_RING if isinstance(weight, Packed) else 0)
-    return ring, ring * THREADS * _item_bytes(weight)
+        return ring, ring * (8 * k * 2 + 8)
+    ring = _ring(k // THREADS)
+    return ring, ring * THREADS * 16
 
 
 def _codes(weight: Weight) -> Tensor:
@@ -131,7 +125,6 @@ def project(
     normed: Tensor | None = None,
     rows: int = 0,
     least_shared: int = 0,
-    counter: Tensor | None = None,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -146,7 +139,6 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
-        counter: [1] int32 zero, left as zero, by which programs share out units; None: evenly.
         least_shared: Bytes of shared memory that a program takes at least; see ``LEAST_OF_TWO``.
     """
     if isinstance(weight, Packed):
@@ -158,11 +150,8 @@ def project(
     units = n // (4 if gated else 8)
     is_bulk, grid = _has_units(weight, launch), min(units, _num_programs(x, launch))
     ring, ring_bytes = _unit_ring(weight, launch)
-    tall = tall_log(weight)
     source = Source.of(
         "project",
-        FORMAT=code_of(weight),
-        TALL=tall,
         K=k,
         N=n,
         WARPS=WARPS,
@@ -179,15 +168,12 @@ def project(
         + (k // 2 if launch.cols == 1 else 64)
         + 2 * WARPS * launch.cols * 8 * 4
     )
-    factors = pair_factors(weight) if gated else unit_factors(weight)
-    weights = (_codes(weight), scale_words(weight, tall), factors)
     arguments = (
         x,
         norm,
-        *weights,
+        _codes(weight),
         out,
         normed,
-        counter if SHARES_OUT else None,
         num_rows,
         eps,
         x.stride(0),
@@ -268,12 +254,10 @@ def run_experts(
     normed: Tensor,
     shared_act: Tensor,
     routing: Routing,
-    tables: Tensor,
     num_rows: Tensor,
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
-    counter: Tensor | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -284,85 +268,90 @@ def run_experts(
         normed: [MAX_ROWS, D], written.
         shared_act: [MAX_ROWS, FS], written.
         routing: Its ``expert_ids`` are written; ``act`` serves as [MAX_ROWS, A, F] here.
-        tables: [TABLE_BYTES] uint8, written: routing as the second kernel takes it.
         num_rows: [1] int32, live rows.
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
-        counter: As ``project`` takes it.
     """
-    experts, d, f = mlp.down.shape
-    fs, cols = mlp.shared_down.shape[1], launch.cols
+    experts = mlp.bias.shape[0]
     project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
     if _has_packed(mlp):
         packed_products.run_experts(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
         return
-    shared_up: Weight = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
-    up_tall, down_tall = tall_log(mlp.gate_up, shared_up), tall_log(mlp.down, mlp.shared_down)
-    factors = expert_factors(mlp)
-    chunks, item = _chunks(mlp.gate_up), _item_bytes(mlp.gate_up)
-    constants = {
+    _run_up(mlp, scores, normed, shared_act, routing, num_rows, launch)
+    _run_down(mlp, hidden, scores, shared_act, routing, num_rows, launch, tap)
+
+
+def _constants(mlp: SparseWeights, launch: Launch) -> dict[str, int]:
+    """Return what the two kernels of the experts share."""
+    experts, _, f = mlp.down.shape
+    return {
         "E": experts,
         "A": mlp.top_k,
         "F": f,
-        "FS": fs,
+        "FS": mlp.shared_down.shape[1],
         "WARPS": WARPS,
-        "COLS": cols,
+        "COLS": launch.cols,
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
-        "FORMAT": code_of(mlp.gate_up),
     }
-    table_bytes = routing_bytes(experts, mlp.top_k, cols)
+
+
+def _run_up(
+    mlp: SparseWeights,
+    scores: Tensor,
+    normed: Tensor,
+    shared_act: Tensor,
+    routing: Routing,
+    num_rows: Tensor,
+    launch: Launch,
+) -> None:
+    """Route, and write the activations of the chosen experts and of the shared one."""
+    experts, d, _ = mlp.down.shape
+    cols, top_k = launch.cols, mlp.top_k
+    shared_up = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     ring, ring_bytes = _unit_ring(mlp.gate_up, launch)
-    programs = LONE_PROGRAMS if cols == 1 else 2
-    up = Source.of(
+    source = Source.of(
         "experts_up",
         K=d,
         RING=ring,
-        TALL=up_tall,
         BULK=_has_units(mlp.gate_up, launch),
-        PROGRAMS=programs,
-        **constants,
+        PROGRAMS=LONE_PROGRAMS if cols == 1 else 2,
+        **_constants(mlp, launch),
     )
-    routed_weights = (_codes(mlp.gate_up), scale_words(mlp.gate_up, up_tall))
-    shared_weights = (_codes(shared_up), scale_words(shared_up, up_tall), factors)
-    up_arguments = (normed, scores, mlp.bias, *routed_weights, *shared_weights, routing.act, shared_act)
-    launch_kernel(
-        up,
-        _num_programs(hidden, launch),
-        THREADS,
-        ring_bytes
-        + cols * (d + 8) * 2
-        + 2 * WARPS * cols * 8 * 4
-        + table_bytes
-        + contest_bytes(experts, mlp.top_k, cols),
-        (*up_arguments, routing.expert_ids, counter if SHARES_OUT else None, num_rows, float(mlp.softcap)),
-        launch,
-    )
-    ring = _ring(2 * f // THREADS // chunks, LONE_DOWN_RING if cols == 1 else DOWN_RING)
+    shared = ring_bytes + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4
+    shared += routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    weights = (_codes(mlp.gate_up), _codes(shared_up))
+    outs = (routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
+    arguments = (normed, scores, mlp.bias, *weights, *outs)
+    launch_kernel(source, _num_programs(normed, launch), THREADS, shared, arguments, launch)
+
+
+def _run_down(
+    mlp: SparseWeights,
+    hidden: Tensor,
+    scores: Tensor,
+    shared_act: Tensor,
+    routing: Routing,
+    num_rows: Tensor,
+    launch: Launch,
+    tap: Tensor | None,
+) -> None:
+    """Route again, and add the experts' weighted sum and the shared expert's to the residual stream."""
+    experts, d, f = mlp.down.shape
+    fs, cols, top_k = mlp.shared_down.shape[1], launch.cols, mlp.top_k
+    down_tall, factors = tall_log(mlp.down, mlp.shared_down), expert_factors(mlp)
+    ring = _ring(2 * f // THREADS // _chunks(mlp.down), LONE_DOWN_RING if cols == 1 else DOWN_RING)
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    down = Source.of("experts_down", N=d, RING=ring, TALL=down_tall, PROGRAMS=programs, **constants)
-    staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
+    own = {"FORMAT": code_of(mlp.down), "TALL": down_tall, "RING": ring, "PROGRAMS": programs}
+    source = Source.of("experts_down", N=d, **own, **_constants(mlp, launch))
+    staged = cols * top_k * (f + 8) * 2 + cols * (fs + 8) * 2
+    shared = ring * THREADS * _item_bytes(mlp.down) + staged + WARPS * cols * 32 * 4
+    shared += routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
     routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
     shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)
     shared_weights = (_codes(mlp.shared_down), shared_words, factors)
     activations = (routing.act, shared_act, scores, mlp.bias)
-    down_arguments = (*activations, *routed_weights, *shared_weights, hidden, tap)
-    launch_kernel(
-        down,
-        d // 16,
-        THREADS,
-        ring * THREADS * item
-        + staged
-        + WARPS * cols * 32 * 4
-        + table_bytes
-        + contest_bytes(experts, mlp.top_k, cols),
-        (
-            *down_arguments,
-            num_rows,
-            float(mlp.scaling),
-            float(mlp.softcap),
-            0 if tap is None else tap.stride(0),
-        ),
-        launch,
-    )
+    numbers = (float(mlp.scaling), float(mlp.softcap), 0 if tap is None else tap.stride(0))
+    arguments = (*activations, *routed_weights, *shared_weights, hidden, tap, num_rows, *numbers)
+    launch_kernel(source, d // 16, THREADS, shared, arguments, launch)

@@ -4,15 +4,11 @@
 // a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
 // ahead; otherwise RING 16-byte loads in flight a lane;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// FORMAT of the weight (packed.cuh), TALL.
 // A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
-#include "packed.cuh"
+#include "common.cuh"
 
 #define PART (K / WARPS)
-#define BITS (bits_of(FORMAT))
-#define CHUNKS (chunks_of(FORMAT))
-#define LOADS (PART / 32 / CHUNKS)
-#define ROW (K * BITS / 16)
+#define LOADS (PART / 32)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define STRIDE (K + 8)
 #define RING_SIZE (BULK ? RING * 8 * K : RING * WARPS * 256)
@@ -73,8 +69,8 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
 }
 
 KERNEL(WARPS * 32, PROGRAMS)
-project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, const float *factors, u16 *out,
-        u16 *normed, int *counter, const int *num_rows, float eps, int x_stride, int out_stride) {
+project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows,
+        float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
     float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
@@ -85,43 +81,28 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
     stamp(STARTED);
 #if BULK
     u64 *arrivals = (u64 *)(sums + 2 * WARPS * COLS * 8);
-    int *given = (int *)(arrivals + RING);
-    // Items are units, and the last turn's in halves: what is left when some programs are done can be shared out. After
-    // its first a program takes the next by number, since multiprocessors do not get the same share of memory.
-    const bool deals = counter && count > (RING + 1) * step, asks = thread == WARPS * 32 - 1;
-    const int whole = deals ? count - step : count, items = 2 * count - whole;
+    const bool asks = thread == WARPS * 32 - 1;
     // Few large copies, each of which takes a while to ask for.
-    auto ask = [&](int slot, int item) {
-        given[slot] = item < items ? item : -1;
-        if (item >= items) {
-            expect_nothing(arrivals + slot);
-            return;
-        }
-        const int unit = item < whole ? item : whole + (item - whole) / 2, part = (item - whole) % 2;
-        const int rows = (item < whole ? 2 : 1) * (OUTPUTS / 2), first = item < whole ? 0 : part * rows;
-        u16 *to = ring + (slot * 8 + first) * K;
-        expect_bytes(arrivals + slot, (GATED ? 2 : 1) * rows * K * 2);
-        copy_bulk(to, weight + row_at(unit, first) * K, rows * K * 2, arrivals + slot);
-        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, first + 4) * K, rows * K * 2, arrivals + slot);
+    auto ask = [&](int slot, int unit) {
+        u16 *to = ring + slot * 8 * K;
+        expect_bytes(arrivals + slot, 8 * K * 2);
+        copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
+        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
     };
     if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
 #pragma unroll 1
-        for (int slot = 0; slot < RING; slot++) ask(slot, blockIdx.x + slot * step);
+        for (int slot = 0; slot < RING; slot++)
+            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
     }
 #else
-    u32 *words = (u32 *)(sums + 2 * WARPS * COLS * 8) + threadIdx.x;
-    const u16 *own = weight + warp * (PART * BITS / 16) + 8 * t;
+    const u16 *own = weight + warp * PART + 8 * t;
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
-        int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
-        const size_t row = row_at(unit, g);
-        stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + (j % LOADS) * 32,
-                              words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) +
-                                  (j % LOADS) * words_an_item(FORMAT),
-                              unit < count);
+        const int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
+        stream(slot + j * WARPS * 256, own + row_at(unit, g) * K + j % LOADS * 32, unit < count);
     }
 #endif
     uint4 own_scale[OWN_PIECES(K, WARPS)];
@@ -152,7 +133,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
         if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
         __syncthreads();
     };
-    auto add_up = [&](int unit, float by, float by_up, int live) {
+    auto add_up = [&](int unit) {
         const int token = thread / OUTPUTS, n = thread % OUTPUTS;
         if (token < live) {
             const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
@@ -161,31 +142,21 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                 y += from[w * COLS * 8];
                 if (GATED) up += from[w * COLS * 8 + 4];
             }
-            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
+            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
         }
         buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
     wait_for_inputs();
     stamp(WAITED);
-#if BULK
-    int next = blockIdx.x + RING * step;
-    auto take = [&]() {
-        const int number = take_number(counter);
-        if (number == items - RING * step + step - 1) *counter = 0;  // the last that any program takes
-        return RING * step + number;
-    };
-    if (asks && deals) next = take();
-#endif
     normalise();
     stamp(PREPARED);
 #if BULK
-    for (int slot = 0, parity = 0;;) {
+    int slot = 0, parity = 0;
+    for (int unit = blockIdx.x; unit < count; unit += step) {
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
         const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
         wait_for_bytes(arrivals + slot, parity);
-        const int item = given[slot];
-        if (item < 0) break;
 #pragma unroll
         for (int k = 0; k < PART; k += 64) {
             uint4 w0, w1;
@@ -200,16 +171,12 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
                                has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
         }
         leave(even, odd);
-        if (asks) {
-            ask(slot, next);
-            if (next < items) next = deals ? take() : next + step;
-        }
-        const bool is_there = item < whole || thread % OUTPUTS / (OUTPUTS / 2) == (item - whole) % 2;
-        add_up(item < whole ? item : whole + (item - whole) / 2, 1.0f, 1.0f, is_there ? live : 0);
+        if (asks && unit + RING * step < count) ask(slot, unit + RING * step);
+        add_up(unit);
         if (++slot == RING) slot = 0, parity ^= 1;
     }
 #else
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, by = 1.0f, by_up = 1.0f;
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
@@ -217,31 +184,19 @@ project(const u16 *x, const u16 *norm, const u16 *weight, const u32 *scales, con
 #pragma unroll
             for (int j = 0; j < RING; j++) {
                 const int at = LOADS <= RING ? j % LOADS : turn * RING + j;
-                const u16 *a = a_at + at * 32 * CHUNKS;
-                const int own_unit = first + (LOADS <= RING ? (j / LOADS) * step : 0);
-                if (FORMAT == FP4 && at == 0 && own_unit < count) {
-                    by = factors[GATED ? 0 : own_unit];
-                    if (GATED) by_up = factors[1];
-                }
+                const u16 *a = a_at + at * 32;
                 wait_for_stream<RING - 1>();
-                const uint4 item = *(const uint4 *)(slot + j * WARPS * 256);
-                const u32 word = FORMAT == PLAIN ? 0 : words[j * WARPS * 32];
-#pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    multiply_block(even, odd, has_low ? *(const uint4 *)(a + c * 32) : zero,
-                                   has_high ? *(const uint4 *)(a + 8 * STRIDE + c * 32) : zero,
-                                   decoded<FORMAT>(item, word, c));
-                int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
-                int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
-                const size_t row = row_at(unit, g);
-                stream_packed<FORMAT>(slot + j * WARPS * 256, words + j * WARPS * 32, own + row * ROW + k * 32,
-                                      words_of_row<FORMAT, K, WARPS>(scales, row, warp, t) + k * words_an_item(FORMAT),
-                                      unit < count);
+                multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
+                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
+                               *(const uint4 *)(slot + j * WARPS * 256));
+                const int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
+                const int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
+                stream(slot + j * WARPS * 256, own + row_at(unit, g) * K + k * 32, unit < count);
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
                     leave(even, odd);
-                    add_up(done, by, by_up, live);
+                    add_up(done);
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                 }
             }

@@ -118,9 +118,8 @@ def run(poisoned, count, device):
             expert_ids=torch.full((MAX_ROWS, TOP_K), -1, dtype=torch.int32, device=device),
         )
         buffers = (poisoned(MAX_ROWS, EXPERTS), poisoned(MAX_ROWS, d), poisoned(MAX_ROWS, WIDTH), routing)
-        tables = torch.zeros(products.TABLE_BYTES, dtype=torch.uint8, device=device)
         out = hidden.clone()
-        products.run_experts(block, out, *buffers, tables, count(live), EPS, Launch(cols))
+        products.run_experts(block, out, *buffers, count(live), EPS, Launch(cols))
         return out[:live]
 
     return experts
