@@ -152,7 +152,7 @@ class LayersBench(Bench):
             ("8 columns", wide, {}, {}),
             ("8 columns, by lanes", wide, {"BULK_WIDTH": 1}, {}),
             ("1 column", lone, {}, {}),
-            ("1 column, 3 units", lone, {"BULK_COLUMNS": 6144}, {}),
+            ("1 column, 2 units", lone, {"LONE_BULK_COLUMNS": 4096}, {}),
             ("16 columns", self.launch(16), {}, {}),
         ]
 

@@ -30,8 +30,8 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-BULK_COLUMNS = 4096
-"""Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB."""
+BULK_COLUMNS, LONE_BULK_COLUMNS = 4096, 6144
+"""Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB, for a lone row 96."""
 BULK_WIDTH = 8
 """Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
 ADD_AHEAD = 8
@@ -89,7 +89,7 @@ def _unit_ring(weight: Weight, launch: Launch) -> tuple[int, int]:
     """Return the length of a ring of a weight's units of 8 rows, and its bytes with what is kept beside."""
     k = weight.shape[-1]
     if _has_units(weight, launch):
-        ring = max(1, BULK_COLUMNS // k)
+        ring = max(1, (LONE_BULK_COLUMNS if launch.cols == 1 else BULK_COLUMNS) // k)
         return ring, ring * (8 * k * 2 + 8)
     ring = _ring(k // THREADS)
     return ring, ring * THREADS * 16
