@@ -3,12 +3,11 @@
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
 // TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
-// parts that a lone row's program has room for, so that they are handed over instead of fetched; LATE: the next
-// kernel may start when the queries are there (1) or after the first split (2), for its weights would delay them.
+// parts that a lone row's program has room for, so that they are handed over instead of fetched.
 // The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
 // splits in their order; at the end the cluster's programs share out the queries and add what each other has of them,
-// always in the programs' order. A split that
-// a row does not see changes nothing of the row. So a row's bits are its own, alone or beside others.
+// always in the programs' order. A split that a row does not see changes nothing of the row. So a row's bits are its
+// own, alone or beside others.
 #include "common.cuh"
 
 #define WARPS 8
@@ -257,7 +256,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         copies = false;
         if (!waited) {
-            if (!LATE) let_next_start();
+            let_next_start();
             // What is asked for after the wait: the rotary rows, and the second split.
             const size_t turn = (size_t)(task.first + (task.first_query + warp) / GROUP) * HALF + lane * 64;
             if (lane * 64 < HALF) prefetch_line(cos_table + turn), prefetch_line(sin_table + turn);
@@ -337,7 +336,6 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     }
                 }
             }
-            if (LATE == 1 && is_first) let_next_start();
             wait_for_stream<1>();
             __syncthreads();
             if (is_first) stamp(PREPARED);
@@ -423,7 +421,6 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             __syncthreads();
             if (copies) copy_pages(values, v_cache, then_pages, then_first, then, then_head, thread);
             end_stream_group();
-            if (LATE == 2 && is_first) let_next_start();
             turn ^= 1;
         }
         if (INBOX) wait_for_cluster();  // all have begun: what is handed over finds its place

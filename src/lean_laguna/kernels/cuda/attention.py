@@ -40,11 +40,6 @@ def inbox_parts(shape: AttentionShape) -> int:
     return max(programs * cdiv(group, programs) for programs in range(1, most + 1))
 
 
-def lateness(shape: AttentionShape, launch: Launch) -> int:
-    """Return when the next kernel may start: 0 before the wait, 2 where long contexts leave keys to fetch."""
-    return 2 if launch.cols == 1 and not shape.window else 0
-
-
 def num_tiles(shape: AttentionShape, cols: int) -> int:
     """Return how many tiles of queries a program takes."""
     return min(cdiv(cols * shape.num_heads // shape.num_kv_heads, TILE), MAX_TILES)
@@ -107,7 +102,6 @@ def attend(
         TILES=tiles,
         LONE=is_lone,
         INBOX=inbox,
-        LATE=lateness(shape, launch),
     )
     queries = tiles * (TILE // 2 if is_lone and group <= TILE // 2 else TILE)
     shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
