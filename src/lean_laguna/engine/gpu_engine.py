@@ -348,13 +348,13 @@ class GpuEngine(LLMEngine):
             is_whole = launched.num_made_tokens is not None or num_sent == launched.num_asked
             is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
             is_usual = is_usual and is_whole and not is_widened
-            begin, is_new = launched.marks[0], lane.draft_s is None
-            if is_new and lane.first_drafts is not None:
+            begin = launched.marks[0]
+            if lane.draft_s is None and lane.first_drafts is not None:
                 # So that a length tried for one step, which lays everything out anew, teaches something.
                 lane.draft_s, begin = seconds_between(*lane.first_drafts), lane.first_drafts[0]
             if self._last_end is not None:
-                waited_s = max(0.0, seconds_between(self._last_end, begin))
-                extra_s, verify_s = extra_s + waited_s * is_new, verify_s + waited_s * (not is_new)
+                # Most waiting is for what was decided in between, so no length is to blame for it.
+                extra_s += max(0.0, seconds_between(self._last_end, begin))
             self._last_end = launched.marks[2]
             is_known = is_known and lane.draft_s is not None
             draft_s += lane.draft_s or 0.0
