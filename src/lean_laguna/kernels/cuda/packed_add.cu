@@ -1,6 +1,6 @@
 // project_add.cu with packed weights: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh; REHEARSE as in project.cu. One
+// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh. One
 // program owns 16 weight rows, which are the 16 rows of the matrix instruction: the grid is N / 16. Each warp takes its
 // own part of K and asks for all of its weights at once; x comes straight from L2, a lone row by way of shared memory.
 #include "packed.cuh"
@@ -36,60 +36,50 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
     u16 *own_row = row + warp * PART;
     uint4 b[HALVES][AHEAD];
-    float even[HALVES][4], odd[HALVES][4];
+    float even[HALVES][4] = {}, odd[HALVES][4] = {};
     const int token = thread / 16, n = blockIdx.x * 16 + thread % 16;
     const bool writes = token < live;
     u16 *out = hidden + (size_t)token * hidden_stride + n;
     const float factor = FORMAT == FP4 ? factors[2 * blockIdx.x + thread % 16 / 8] : 1.0f;
-    float old = 0.0f;
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-        }
-        if (STAGED) {
-            uint4 piece[(PART + 255) / 256];
+    wait_for_inputs();
+    stamp(WAITED);
+    if (STAGED) {
+        uint4 piece[(PART + 255) / 256];
 #pragma unroll
-            for (int k = 0; k < PART; k += 256)
-                if (k + lane * 8 < PART) piece[k / 256] = load_fresh(x + warp * PART + k + lane * 8);
+        for (int k = 0; k < PART; k += 256)
+            if (k + lane * 8 < PART) piece[k / 256] = load_fresh(x + warp * PART + k + lane * 8);
 #pragma unroll
-            for (int k = 0; k < PART; k += 256)
-                if (k + lane * 8 < PART) *(uint4 *)(own_row + k + lane * 8) = piece[k / 256];
-            __syncwarp();
-        } else {
+        for (int k = 0; k < PART; k += 256)
+            if (k + lane * 8 < PART) *(uint4 *)(own_row + k + lane * 8) = piece[k / 256];
+        __syncwarp();
+    } else {
 #pragma unroll
-            for (int j = 0; j < AHEAD; j++)
+        for (int j = 0; j < AHEAD; j++)
 #pragma unroll
-                for (int h = 0; h < HALVES; h++)
-                    b[h][j] = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride + j * 32) : zero;
-        }
-        old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
-        if (is_real) {
-            stamp(PREPARED);
-            wait_for_bytes(arrival, 0);
-        }
-        clear(even), clear(odd);
-        for (int first = 0; first < (is_real ? BLOCKS : AHEAD); first += AHEAD) {
+            for (int h = 0; h < HALVES; h++)
+                b[h][j] = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride + j * 32) : zero;
+    }
+    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+    stamp(PREPARED);
+    wait_for_bytes(arrival, 0);
+    for (int first = 0; first < BLOCKS; first += AHEAD) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; i += 2) {
-                const int k = first + i;
-                uint4 w[2];
-                u32 by[2];
-                Own::take(w, by, slot, k / 2, warp, lane);
+        for (int i = 0; i < AHEAD; i += 2) {
+            const int k = first + i;
+            uint4 w[2];
+            u32 by[2];
+            Own::take(w, by, slot, k / 2, warp, lane);
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
+            for (int c = 0; c < 2; c++) {
+                const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
 #pragma unroll
-                    for (int h = 0; h < HALVES; h++) {
-                        if (STAGED) b[h][i + c] = g < live ? *(const uint4 *)(own_row + (k + c) * 32 + 8 * t) : zero;
-                        multiply_block(even[h], odd[h], a, a8, b[h][i + c]);
-                        if (!STAGED && k + c + AHEAD < BLOCKS)
-                            b[h][i + c] = g + 8 * h < live
-                                              ? load_fresh(x_at + (size_t)(8 * h) * x_stride + (k + c + AHEAD) * 32)
-                                              : zero;
-                    }
+                for (int h = 0; h < HALVES; h++) {
+                    if (STAGED) b[h][i + c] = g < live ? *(const uint4 *)(own_row + (k + c) * 32 + 8 * t) : zero;
+                    multiply_block(even[h], odd[h], a, a8, b[h][i + c]);
+                    if (!STAGED && k + c + AHEAD < BLOCKS)
+                        b[h][i + c] = g + 8 * h < live
+                                          ? load_fresh(x_at + (size_t)(8 * h) * x_stride + (k + c + AHEAD) * 32)
+                                          : zero;
                 }
             }
         }

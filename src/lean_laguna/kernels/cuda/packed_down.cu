@@ -1,8 +1,7 @@
 // experts_down.cu with packed weights: down of the chosen experts, their weighted sum, the shared expert's down and the
 // residual, in one store.
 //
-// -D: E, A, N, F, FS, WARPS, COLS, PROGRAMS as in experts_down.cu; FORMAT and TALL of packed.cuh; REHEARSE as in
-// project.cu; PLACES for experts' weights on their way. A program owns 16 output columns, which are the 16 rows of the matrix instruction, and walks the
+// -D: E, A, N, F, FS, WARPS, COLS, PROGRAMS as in experts_down.cu; FORMAT and TALL of packed.cuh; PLACES for experts' weights on their way. A program owns 16 output columns, which are the 16 rows of the matrix instruction, and walks the
 // live experts in ascending id, which it finds itself as in experts_down.cu; each warp takes its own part of F.
 #include "packed.cuh"
 #include "routing.cuh"
@@ -65,97 +64,87 @@ packed_down(const u16 *act, const u16 *shared_act, const u16 *scores, const floa
     u16 *out = hidden + (size_t)token * N + column;
     const bool writes = token < rows;
     const u16 *own_tokens = tokens + g * (A * STRIDE) + warp * PART + 8 * t;
-    float old, total[HALVES][4], even[HALVES][4], odd[HALVES][4];
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-        }
-        for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
-            copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
-        for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
-            copy_async(shared_tokens + i / (FS / 8) * SHARED_STRIDE + i % (FS / 8) * 8, shared_act + (size_t)i * 8, true);
-        old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
-        wait_for_copies();
-        __syncthreads();
-        if (is_real) stamp(PREPARED);
-        clear(total);
-        int place = 0, parity = 0;
-        for (int first = 0; first < num_slots; first += GROUP) {
-            if (is_real)
+    float total[HALVES][4], even[HALVES][4], odd[HALVES][4];
+    wait_for_inputs();
+    stamp(WAITED);
+    for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
+        copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
+    for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
+        copy_async(shared_tokens + i / (FS / 8) * SHARED_STRIDE + i % (FS / 8) * 8, shared_act + (size_t)i * 8, true);
+    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+    wait_for_copies();
+    __syncthreads();
+    stamp(PREPARED);
+    clear(total);
+    int place = 0, parity = 0;
+    for (int first = 0; first < num_slots; first += GROUP) {
 #pragma unroll
-                for (int j = 0; j < GROUP; j++)
-                    if (first + j < num_slots) {
-                        const bool wraps = place + j >= PLACES;
-                        wait_for_bytes(arrivals + place + j - (wraps ? PLACES : 0), parity ^ wraps);
-                    }
-#pragma unroll
-            for (int j = 0; j < GROUP; j++) {
-                const bool is_one = first + j < num_slots;
-                const int expert = is_one ? first + j : first;
-                const u8 *from = slots + (place + j - (place + j >= PLACES ? PLACES : 0)) * Own::BYTES;
-                const u16 *b_at[HALVES];
-                bool takes[HALVES];
-#pragma unroll
-                for (int h = 0; h < HALVES; h++) {
-                    const int rank = is_one && g + 8 * h < rows ? routing.rank[expert][g + 8 * h] : NOT_CHOSEN;
-                    takes[h] = rank != NOT_CHOSEN;
-                    b_at[h] = own_tokens + (8 * h * A + (takes[h] ? rank : 0)) * STRIDE;
+            for (int j = 0; j < GROUP; j++)
+                if (first + j < num_slots) {
+                    const bool wraps = place + j >= PLACES;
+                    wait_for_bytes(arrivals + place + j - (wraps ? PLACES : 0), parity ^ wraps);
                 }
-                clear(even), clear(odd);
 #pragma unroll
-                for (int k = 0; k < Own::STEPS; k++) {
-                    uint4 w[2];
-                    u32 by[2];
-                    Own::take(w, by, from, k, warp, lane);
+        for (int j = 0; j < GROUP; j++) {
+            const bool is_one = first + j < num_slots;
+            const int expert = is_one ? first + j : first;
+            const u8 *from = slots + (place + j - (place + j >= PLACES ? PLACES : 0)) * Own::BYTES;
+            const u16 *b_at[HALVES];
+            bool takes[HALVES];
 #pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
-#pragma unroll
-                        for (int h = 0; h < HALVES; h++)
-                            multiply_block(even[h], odd[h], a, a8,
-                                           takes[h] ? *(const uint4 *)(b_at[h] + (2 * k + c) * 32) : zero);
-                    }
-                }
-                const float factor = FORMAT == FP4 ? own_factors[expert] : 1.0f;
-#pragma unroll
-                for (int h = 0; h < HALVES; h++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int own = 8 * h + 2 * t + (i & 1);
-                        if (is_one && own < rows && routing.rank[expert][own] != NOT_CHOSEN)
-                            total[h][i] += (even[h][i] + odd[h][i]) * factor * routing.slot_weights[expert][own];
-                    }
+            for (int h = 0; h < HALVES; h++) {
+                const int rank = is_one && g + 8 * h < rows ? routing.rank[expert][g + 8 * h] : NOT_CHOSEN;
+                takes[h] = rank != NOT_CHOSEN;
+                b_at[h] = own_tokens + (8 * h * A + (takes[h] ? rank : 0)) * STRIDE;
             }
-            if (!is_real) break;
-            if ((place += GROUP) >= PLACES) place -= PLACES, parity ^= 1;
-            if (first + PLACES < num_slots) {
-                __syncthreads();  // all warps are done with these places
-                if (thread == 0)
-                    for (int j = 0; j < GROUP; j++) ask(first + j + PLACES);
-            }
-        }
-        if (is_real) {
-            stamp(FIRST_DONE);
-            wait_for_bytes(arrivals + PLACES, 0);
-        }
-        clear(even), clear(odd);
+            clear(even), clear(odd);
 #pragma unroll
-        for (int k = 0; k < SharedOwn::STEPS; k++) {
-            uint4 w[2];
-            u32 by[2];
-            SharedOwn::take(w, by, shared_slot, k, warp, lane);
+            for (int k = 0; k < Own::STEPS; k++) {
+                uint4 w[2];
+                u32 by[2];
+                Own::take(w, by, from, k, warp, lane);
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const uint4 a = SharedOwn::chunk(w, by, 0, c), a8 = SharedOwn::chunk(w, by, 1, c);
+                for (int c = 0; c < 2; c++) {
+                    const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
 #pragma unroll
-                for (int h = 0; h < HALVES; h++) {
-                    const u16 *b = shared_tokens + (g + 8 * h) * SHARED_STRIDE + warp * SHARED_PART + 8 * t;
-                    multiply_block(even[h], odd[h], a, a8,
-                                   g + 8 * h < rows ? *(const uint4 *)(b + (2 * k + c) * 32) : zero);
+                    for (int h = 0; h < HALVES; h++)
+                        multiply_block(even[h], odd[h], a, a8,
+                                       takes[h] ? *(const uint4 *)(b_at[h] + (2 * k + c) * 32) : zero);
                 }
+            }
+            const float factor = FORMAT == FP4 ? own_factors[expert] : 1.0f;
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int own = 8 * h + 2 * t + (i & 1);
+                    if (is_one && own < rows && routing.rank[expert][own] != NOT_CHOSEN)
+                        total[h][i] += (even[h][i] + odd[h][i]) * factor * routing.slot_weights[expert][own];
+                }
+        }
+        if ((place += GROUP) >= PLACES) place -= PLACES, parity ^= 1;
+        if (first + PLACES < num_slots) {
+            __syncthreads();  // all warps are done with these places
+            if (thread == 0)
+                for (int j = 0; j < GROUP; j++) ask(first + j + PLACES);
+        }
+    }
+    stamp(FIRST_DONE);
+    wait_for_bytes(arrivals + PLACES, 0);
+    clear(even), clear(odd);
+#pragma unroll
+    for (int k = 0; k < SharedOwn::STEPS; k++) {
+        uint4 w[2];
+        u32 by[2];
+        SharedOwn::take(w, by, shared_slot, k, warp, lane);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const uint4 a = SharedOwn::chunk(w, by, 0, c), a8 = SharedOwn::chunk(w, by, 1, c);
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                const u16 *b = shared_tokens + (g + 8 * h) * SHARED_STRIDE + warp * SHARED_PART + 8 * t;
+                multiply_block(even[h], odd[h], a, a8,
+                               g + 8 * h < rows ? *(const uint4 *)(b + (2 * k + c) * 32) : zero);
             }
         }
     }

@@ -94,7 +94,6 @@ def project(
         PLACES=places,
         COLS=cols,
         GATED=gated,
-        REHEARSE=cols == 1,
         PROGRAMS=_registers_for(launch),
     )
     shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + (k // 2 if cols == 1 else 0)
@@ -137,7 +136,6 @@ def project_add(
         N=n,
         WARPS=WARPS,
         COLS=cols,
-        REHEARSE=cols == 1,
         PROGRAMS=3 if cols == 1 else 1,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
@@ -299,7 +297,6 @@ def run_experts(
         "COLS": launch.cols,
         "SOFTCAP": mlp.softcap > 0,
         "NORM_TOPK": mlp.norm_topk,
-        "REHEARSE": launch.cols == 1,
     }
     sizes = experts, mlp.top_k, launch.cols
     table_bytes = routing_bytes(*sizes) + contest_bytes(*sizes)

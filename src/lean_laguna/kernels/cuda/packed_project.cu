@@ -1,7 +1,6 @@
 // project.cu with packed weights: normalise and project, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K, N, COLS, GATED, WARPS, PROGRAMS, REHEARSE as in project.cu; FORMAT and TALL of packed.cuh; PLACES units on their
-// way.
+// -D: K, N, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES units on their way.
 // A unit is 16 weight rows (GATED: 8 of gate and 8 of up), which are the 16 rows of the matrix instruction; tokens are
 // its columns. Each warp takes its own part of K, the parts are added in warp order.
 #include "packed.cuh"
@@ -54,41 +53,34 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     stamp(ASKED);
     const u16 *own_tokens = tokens + g * STRIDE + warp * PART + 8 * t;
     int slot = 0, parity = 0, buffer = 0;
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-        }
-        if (COLS == 1)
-            normalise_row<K, WARPS>(x, own_scale, tokens, squares, eps);
-        else
-            normalise_rows<K, WARPS>(x, scale, tokens, live, eps, x_stride);
-        if (is_real) stamp(PREPARED);
-        for (int unit = blockIdx.x; unit < count; unit += step) {
-            float even[HALVES][4] = {}, odd[HALVES][4] = {}, by_next = by;
-            if (FORMAT == FP4 && !GATED && unit + step < count) by_next = factors[2 * (unit + step) + n / 8];
-            if (is_real) wait_for_bytes(arrivals + slot, parity);
-            Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
-            leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
-            __syncthreads();
-            if (!is_real) break;
-            if (thread == 0) ask(slot, unit + PLACES * step);
-            if (token < live) {
-                const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
-                float y = 0.0f, up = 0.0f;
-                for (int w = 0; w < WARPS; w++) {
-                    y += from[w * COLS * SUM_STRIDE];
-                    if (GATED) up += from[w * COLS * SUM_STRIDE + 8];
-                }
-                out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
+    wait_for_inputs();
+    stamp(WAITED);
+    if (COLS == 1)
+        normalise_row<K, WARPS>(x, own_scale, tokens, squares, eps);
+    else
+        normalise_rows<K, WARPS>(x, scale, tokens, live, eps, x_stride);
+    stamp(PREPARED);
+    for (int unit = blockIdx.x; unit < count; unit += step) {
+        float even[HALVES][4] = {}, odd[HALVES][4] = {}, by_next = by;
+        if (FORMAT == FP4 && !GATED && unit + step < count) by_next = factors[2 * (unit + step) + n / 8];
+        wait_for_bytes(arrivals + slot, parity);
+        Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
+        leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
+        __syncthreads();
+        if (thread == 0) ask(slot, unit + PLACES * step);
+        if (token < live) {
+            const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
+            float y = 0.0f, up = 0.0f;
+            for (int w = 0; w < WARPS; w++) {
+                y += from[w * COLS * SUM_STRIDE];
+                if (GATED) up += from[w * COLS * SUM_STRIDE + 8];
             }
-            by = by_next;
-            buffer ^= 1;
-            if (++slot == PLACES) slot = 0, parity ^= 1;
-            if (unit == blockIdx.x) stamp(FIRST_DONE);
+            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y * by, up * by_up) : to_bf16(y * by);
         }
+        by = by_next;
+        buffer ^= 1;
+        if (++slot == PLACES) slot = 0, parity ^= 1;
+        if (unit == blockIdx.x) stamp(FIRST_DONE);
     }
     stamp(ENDED);
 }

@@ -1,7 +1,6 @@
 // experts_up.cu with packed weights: routing, then silu(gate) * up of the shared expert and of every chosen one.
 //
-// -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K, F, FS, WARPS, COLS, PROGRAMS, REHEARSE as in experts_up.cu; PLACES,
-// FORMAT (of both weights) and TALL as in packed_project.cu. A unit is 8 gate rows and 8 up rows of one expert; the shared expert's come
+// -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K, F, FS, WARPS, COLS, PROGRAMS as in experts_up.cu; PLACES, FORMAT (of both weights) and TALL as in packed_project.cu. A unit is 8 gate rows and 8 up rows of one expert; the shared expert's come
 // first and need no routing, so they stream while the router still runs.
 #include "packed.cuh"
 #include "routing.cuh"
@@ -54,68 +53,59 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     stamp(ASKED);
     const u16 *own_tokens = tokens + g * STRIDE + warp * PART + 8 * t;
     int slot = 0, parity = 0, buffer = 0;
-#pragma unroll 1
-    for (int turn = unknown(REHEARSE ? 0 : 1); turn < 2; turn++) {
-        const bool is_real = turn == 1;
-        if (is_real) {
-            wait_for_inputs();
-            stamp(WAITED);
-            let_next_start();  // not before: the next kernel reads the scores before it waits
-        }
-        for (int i = thread; i < live * (K / 8); i += WARPS * 32)
-            copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
+    wait_for_inputs();
+    stamp(WAITED);
+    let_next_start();  // not before: the next kernel reads the scores before it waits
+    for (int i = thread; i < live * (K / 8); i += WARPS * 32)
+        copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
 #if COLS == 1
-        route_one(routing, contest, scores, own_bias[0], live > 0, softcap);
+    route_one(routing, contest, scores, own_bias[0], live > 0, softcap);
 #else
-        route(routing, scores, own_bias, live, softcap);
+    route(routing, scores, own_bias, live, softcap);
 #endif
-        if (is_real) {
-            count = shared_units + routing.num_slots * (F / 8);
-            stamp(ROUTED);
-            if (thread == 0)
-                for (int i = 0; i < PLACES; i++)
-                    if (blockIdx.x + i * step >= shared_units) ask(i, blockIdx.x + i * step);
-        }
-        if (FORMAT == FP4 && thread < routing.num_slots)
-            own_factors[thread] = make_float2(factors[routing.experts[thread] * 3], factors[routing.experts[thread] * 3 + 1]);
-        wait_for_copies();
-        if (is_real && blockIdx.x == gridDim.x - 1)
-            for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
+    count = shared_units + routing.num_slots * (F / 8);
+    stamp(ROUTED);
+    if (thread == 0)
+        for (int i = 0; i < PLACES; i++)
+            if (blockIdx.x + i * step >= shared_units) ask(i, blockIdx.x + i * step);
+    if (FORMAT == FP4 && thread < routing.num_slots)
+        own_factors[thread] = make_float2(factors[routing.experts[thread] * 3], factors[routing.experts[thread] * 3 + 1]);
+    wait_for_copies();
+    if (blockIdx.x == gridDim.x - 1)
+        for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
+    __syncthreads();
+    stamp(PREPARED);
+    for (int unit = blockIdx.x; unit < count; unit += step) {
+        float even[HALVES][4] = {}, odd[HALVES][4] = {};
+        wait_for_bytes(arrivals + slot, parity);
+        Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
+        leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
         __syncthreads();
-        if (is_real) stamp(PREPARED);
-        for (int unit = blockIdx.x; unit < count || !is_real; unit += step) {
-            float even[HALVES][4] = {}, odd[HALVES][4] = {};
-            if (is_real) wait_for_bytes(arrivals + slot, parity);
-            Own::multiply<HALVES>(even, odd, slots + slot * Own::BYTES, own_tokens, STRIDE, live);
-            leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
-            __syncthreads();
-            if (!is_real) break;
-            if (thread == 0) ask(slot, unit + PLACES * step);
-            const int token = thread / 8, n = thread % 8, routed = unit - shared_units;
-            if (token < live) {
-                const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 8)][token];
-                if (rank != NOT_CHOSEN) {
-                    const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
-                    float gate = 0.0f, up = 0.0f;
-                    for (int w = 0; w < WARPS; w++) {
-                        gate += from[w * COLS * SUM_STRIDE];
-                        up += from[w * COLS * SUM_STRIDE + 8];
-                    }
-                    if (FORMAT == FP4) {
-                        const float2 by = routed < 0 ? shared_factors : own_factors[routed / (F / 8)];
-                        gate *= by.x, up *= by.y;
-                    }
-                    const u16 y = gated(gate, up);
-                    if (routed < 0)
-                        shared_act[token * FS + unit * 8 + n] = y;
-                    else
-                        act[(token * A + rank) * F + routed % (F / 8) * 8 + n] = y;
+        if (thread == 0) ask(slot, unit + PLACES * step);
+        const int token = thread / 8, n = thread % 8, routed = unit - shared_units;
+        if (token < live) {
+            const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 8)][token];
+            if (rank != NOT_CHOSEN) {
+                const float *from = sums + (buffer * WARPS * COLS + token) * SUM_STRIDE + n;
+                float gate = 0.0f, up = 0.0f;
+                for (int w = 0; w < WARPS; w++) {
+                    gate += from[w * COLS * SUM_STRIDE];
+                    up += from[w * COLS * SUM_STRIDE + 8];
                 }
+                if (FORMAT == FP4) {
+                    const float2 by = routed < 0 ? shared_factors : own_factors[routed / (F / 8)];
+                    gate *= by.x, up *= by.y;
+                }
+                const u16 y = gated(gate, up);
+                if (routed < 0)
+                    shared_act[token * FS + unit * 8 + n] = y;
+                else
+                    act[(token * A + rank) * F + routed % (F / 8) * 8 + n] = y;
             }
-            buffer ^= 1;
-            if (++slot == PLACES) slot = 0, parity ^= 1;
-            if (unit == blockIdx.x) stamp(FIRST_DONE);
         }
+        buffer ^= 1;
+        if (++slot == PLACES) slot = 0, parity ^= 1;
+        if (unit == blockIdx.x) stamp(FIRST_DONE);
     }
     stamp(ENDED);
 }
