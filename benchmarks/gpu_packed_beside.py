@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_packed_beside.py --side ours --build nvfp4 --out FILE
 
 Random weights in Laguna-XS's shape, prompt 2,048, 513 tokens; decode is 512 tokens over the time of 513 less
-the time of 1, as seen by the caller. ``--side vllm``: its site on PYTHONPATH; NVFP4 is for weights only there,
-FP8 has a scale a row and dynamic activations, the head stays BF16. More of ours: ``gpu_packed.py``.
+the time of 1, as seen by the caller. ``--side vllm``: its site on PYTHONPATH; NVFP4 is for weights only, FP8
+has a scale a row and dynamic activations, and the head stays BF16. More of ours: ``gpu_packed.py``.
 """
 
 from __future__ import annotations
