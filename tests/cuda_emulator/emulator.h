@@ -241,8 +241,6 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     *arrival -= bytes;
     if ((u32)*arrival == 0) *arrival += 1ull << 32;
 }
-DEVICE int unknown(int v) { return v; }
-DEVICE void prefetch_bulk(const void *, u32) {}
 DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
     while ((*arrival >> 32 & 1) == parity) emulator::pause();
 }

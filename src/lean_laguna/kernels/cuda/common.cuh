@@ -140,10 +140,6 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
                    "r"((u32)__cvta_generic_to_shared(arrival)), "l"(FIRST_TO_LEAVE) : "memory");
 }
-// A multiple of 16 bytes into L2: a hint.
-DEVICE void prefetch_bulk(const void *from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // Wait until the phase of this parity is over: 0 for the first, 1 for the second, and so on.
 DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
     asm volatile("{\n.reg .pred over;\nagain:\n"
@@ -151,11 +147,6 @@ DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
                  "@!over bra again;\n}" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(parity) : "memory");
 }
 #endif
-// A number that the compiler does not know.
-DEVICE int unknown(int v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
 DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 // 2^x and its inverse by the hardware's tables; what is below 2^-126 is 0.
 DEVICE float power2(float x) {
