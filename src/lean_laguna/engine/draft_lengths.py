@@ -79,7 +79,7 @@ class DraftLengths:
             num_made_tokens: Longest draft made for it, where it was scheduled.
             is_usual: The times are those of steps of this length.
             are_earlier: The step was launched before the one last chosen for; all its drafts are a drafter's.
-            extra_s: Seconds that it took for being other than the one before.
+            extra_s: Seconds that nothing ran before it, for what was decided or laid out anew in between.
         """
         self._check_acceptance(accepted)
         if self.controller is None or not all(s.follows_engine for s in sequences):
