@@ -117,6 +117,7 @@ def target_weights(
     }
     # Not under inference mode, whose tensors could never be trained on.
     with torch.inference_mode(False), torch.no_grad():
+        is_by_lane = is_by_lane and _takes_packed(embed.device)
         store = WeightStore(target, target.packed_weights, embed.dtype, is_by_lane=is_by_lane)
         layers = tuple(
             _target_layer(config, i, layer, tables[config.layer_types[i]], store)
@@ -125,6 +126,13 @@ def target_weights(
         head = store.one("lm_head.weight", is_head=True)
         store.tell()
     return TargetWeights(embed, layers, target.model.norm.weight.detach(), head, config.rms_norm_eps)
+
+
+def _takes_packed(device: torch.device) -> bool:
+    """Say whether the CUDA C++ kernels of packed weights run on a device."""
+    from lean_laguna.kernels.cuda.driver import has_bulk_copies
+
+    return has_bulk_copies(device)
 
 
 def _target_layer(
