@@ -206,14 +206,17 @@ class HttpBackend:
         return dict(cards[names.index(name)]) if cards else {}
 
     def _probe(self) -> None:
-        """Ask for two tokens with everything on, and leave out what the server refuses."""
+        """Ask for some tokens with everything on, and leave out what the server refuses.
+
+        Some, since a busy server may send two in one piece, and usage in the last says nothing of others.
+        """
         running, final = EXTRAS["stream_options"], {"include_usage": True}
         ids = {name: True for name in EXTRAS if name != "stream_options"}
         ways = itertools.product((running, final), (ids, {}), (1, None))
         refusal: RequestError | None = None
         for options, reported, logprobs in ways:
             self._extras = {"stream_options": options, **reported}
-            params = SamplingParams(temperature=0, max_tokens=2, logprobs=logprobs)
+            params = SamplingParams(temperature=0, max_tokens=16, logprobs=logprobs)
             try:
                 result = self._ask_either("x", params)
                 break
