@@ -54,6 +54,7 @@ class ReasoningSplitter:
         self.is_thinking = starts_in_thinking
         self._line_layout = line_layout
         self._at_start = True  # of the thinking or of the answer: nothing but whitespace and tags so far
+        self._blank: list[str] = []  # whitespace at that start
         self._buffer = ""
 
     @property
@@ -80,7 +81,8 @@ class ReasoningSplitter:
 
     def finish(self) -> list[tuple[bool, str]]:
         """Return what was held back: at the end, half a tag is text."""
-        text, self._buffer = self._buffer, ""
+        text = "".join([*self._blank, self._buffer])
+        self._blank, self._buffer = [], ""
         if self._at_start:
             text = self._without_line_break(text)
         return [(self.is_thinking, text)] if text else []
@@ -88,15 +90,18 @@ class ReasoningSplitter:
     def _begin(self) -> bool:
         """Drop tags at the start; return False where more text is needed to know."""
         body = self._buffer.lstrip()
+        self._blank.append(self._buffer[: len(self._buffer) - len(body)])
+        self._buffer = body
         if any(len(body) < len(tag) and tag.startswith(body) for tag in (THINK_START, THINK_END)):
             return False
+        blank, self._blank = "".join(self._blank), []
         if body.startswith(THINK_START):
             self.is_thinking, self._buffer = True, body[len(THINK_START) :]
         elif body.startswith(THINK_END) and not self.is_thinking:
             self._buffer = body[len(THINK_END) :]
         else:
             self._at_start = False
-            self._buffer = self._without_line_break(self._buffer)
+            self._buffer = self._without_line_break(blank + body)
         return True
 
     def _think(self, pieces: list[tuple[bool, str]]) -> bool:

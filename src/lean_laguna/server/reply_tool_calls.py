@@ -34,11 +34,15 @@ CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 KEY_START, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_START, VALUE_END = "<arg_value>", "</arg_value>"
 LONGEST_NAME = 256
+_KEY_TAGS = (KEY_END, VALUE_START, CALL_END)
+_KEY_TAG = re.compile("|".join(_KEY_TAGS))
 _CLOSING_TAG = re.compile(f"{VALUE_END}|{CALL_END}")
 
 
 class ToolCallParser:
     """Turns the text of an answer into pieces of content and tool calls.
+
+    What has been looked at leaves the buffer at once: a part that never ends costs no more per character.
 
     Attributes:
         num_started: Calls begun.
@@ -58,9 +62,12 @@ class ToolCallParser:
         self._new_call_id = new_call_id
         self._state: Callable[[list[Event]], bool] = self._read_text
         self._buffer = ""
-        self._blank = ""  # whitespace not yet known to belong to the answer
+        self._blank: list[str] = []  # whitespace not yet known to belong to the answer
         self._is_blank = True  # nothing but whitespace since the start or the last call
+        self._gap: list[str] = []  # whitespace before what comes next in a call
         self._name = ""
+        self._key: list[str] = []  # what has come of one that has not ended
+        self._closing = ""  # the tag that may have ended a value
         self._keys: set[str] = set()
         self._types: frozenset[str] = STRING_ONLY
         self._collected: list[str] | None = None  # of a value that is read once it is whole
@@ -85,25 +92,35 @@ class ToolCallParser:
             value.
         """
         events: list[Event] = []
-        if self._state == self._read_value and not is_cut and self._buffer.startswith(CALL_END):
+        if self._state == self._read_closing and not is_cut and self._closing == CALL_END:
             self._end_value(events)
             self._end_call(events)
         elif self._state == self._read_head:
-            self._say(CALL_START + self._buffer, events)
+            self._say(CALL_START + self._take_gap() + self._buffer, events)
         elif self._state == self._read_text:
             self._say(self._buffer, events)
             if self._blank and not self.num_started:
-                events.append(ContentDelta(self._blank))
-        self._buffer = self._blank = ""
+                events.append(ContentDelta("".join(self._blank)))
+        self._buffer, self._blank = "", []
         return events
+
+    def _skip_blank(self) -> None:
+        """Set whitespace at the buffer's start aside."""
+        body = self._buffer.lstrip()
+        self._gap.append(self._buffer[: len(self._buffer) - len(body)])
+        self._buffer = body
+
+    def _take_gap(self) -> str:
+        gap, self._gap = "".join(self._gap), []
+        return gap
 
     def _say(self, text: str, events: list[Event]) -> None:
         """Report content, holding whitespace back until something follows it."""
         if self._is_blank and not text.strip():
-            self._blank += text
+            self._blank += [text] if text else []
         elif text:
-            events.append(ContentDelta(self._blank + text))
-            self._blank, self._is_blank = "", False
+            events.append(ContentDelta("".join(self._blank) + text))
+            self._blank, self._is_blank = [], False
 
     def _read_text(self, events: list[Event]) -> bool:
         text, tag, rest = self._buffer.partition(CALL_START)
@@ -118,7 +135,8 @@ class ToolCallParser:
 
     def _read_head(self, events: list[Event]) -> bool:
         """Read the name, up to the tag after it."""
-        head = self._buffer.lstrip()
+        self._skip_blank()
+        head = self._buffer
         raw_name = head.partition("<")[0]
         name, rest = raw_name.rstrip(), head[len(raw_name) :]
         tag = next((tag for tag in (KEY_START, CALL_END) if rest.startswith(tag)), None)
@@ -126,11 +144,12 @@ class ToolCallParser:
         is_name = len(raw_name) <= LONGEST_NAME and "\n" not in name and not name.startswith("{")
         if is_name and tag is None and may_come:
             return False
+        gap = self._take_gap()
         if not is_name or tag is None or (not name and tag == KEY_START):
             self._say(CALL_START, events)  # no call: text like any other
-            self._state = self._read_text
+            self._buffer, self._state = gap + head, self._read_text
             return True
-        self._blank, self._is_blank = "", True
+        self._blank, self._is_blank = [], True
         self._buffer = rest[len(tag) :]
         if not name:  # an empty pair of tags says nothing
             self._state = self._read_text
@@ -142,26 +161,34 @@ class ToolCallParser:
         return True
 
     def _read_key(self, events: list[Event]) -> bool:
-        """Read a key and what opens its value."""
-        found = [(at, tag) for tag in (KEY_END, VALUE_START, CALL_END) if (at := self._buffer.find(tag)) >= 0]
-        if not found:
+        """Read a key, up to the tag after it."""
+        found = _KEY_TAG.search(self._buffer)
+        if found is None:
+            held = held_back(self._buffer, _KEY_TAGS)
+            self._key.append(self._buffer[: len(self._buffer) - held])
+            self._buffer = self._buffer[len(self._buffer) - held :]
             return False
-        at, tag = min(found)
-        rest = self._buffer[at + len(tag) :]
-        if tag == CALL_END:  # an argument is missing: leave the call open
-            self._buffer, self._state = rest, self._read_text
-            return True
-        if tag == KEY_END:
-            rest = rest.lstrip()
-            if len(rest) < len(VALUE_START) and VALUE_START.startswith(rest):
-                return False
-            rest = rest.removeprefix(VALUE_START)
-        key = self._buffer[:at].strip()
-        self._buffer, self._state = rest, self._read_value
-        self._begin_value(key, events)
+        self._key.append(self._buffer[: found.start()])
+        self._buffer = self._buffer[found.end() :]
+        if found[0] == CALL_END:  # an argument is missing: leave the call open
+            self._key, self._state = [], self._read_text
+        elif found[0] == KEY_END:
+            self._state = self._read_opening
+        else:
+            self._begin_value(events)
         return True
 
-    def _begin_value(self, key: str, events: list[Event]) -> None:
+    def _read_opening(self, events: list[Event]) -> bool:
+        """Read the tag that opens a value, if it is there."""
+        self._buffer = self._buffer.lstrip()
+        if len(self._buffer) < len(VALUE_START) and VALUE_START.startswith(self._buffer):
+            return False
+        self._buffer = self._buffer.removeprefix(VALUE_START)
+        self._begin_value(events)
+        return True
+
+    def _begin_value(self, events: list[Event]) -> None:
+        key, self._key, self._state = "".join(self._key).strip(), [], self._read_value
         self._is_repeated = key in self._keys
         self._types = self._tools.types(self._name, key)
         self._collected = [] if self._is_repeated or self._types != STRING_ONLY else None
@@ -179,23 +206,28 @@ class ToolCallParser:
             self._take_value(self._buffer[: len(self._buffer) - held], events)
             self._buffer = self._buffer[len(self._buffer) - held :]
             return False
-        rest = self._buffer[closing.end() :]
         self._take_value(self._buffer[: closing.start()], events)
-        self._buffer = self._buffer[closing.start() :]
-        after = rest.lstrip()
-        if closing[0] == VALUE_END:
+        self._closing, self._buffer = closing[0], self._buffer[closing.end() :]
+        self._state = self._read_closing
+        return True
+
+    def _read_closing(self, events: list[Event]) -> bool:
+        """Read what follows a tag that may close a value, and tells whether it does."""
+        self._skip_blank()
+        if self._closing == VALUE_END:
             for tag in (KEY_START, CALL_END):
-                if after.startswith(tag):
+                if self._buffer.startswith(tag):
+                    self._gap = []
                     self._end_value(events)
-                    self._buffer = after[len(tag) :]
+                    self._buffer = self._buffer[len(tag) :]
                     self._follow(tag, events)
                     return True
-                if tag.startswith(after):
+                if tag.startswith(self._buffer):
                     return False
-        elif not after:
+        elif not self._buffer:
             return False  # at the very end of the reply it closes call and value
-        self._take_value(closing[0], events)
-        self._buffer = rest
+        self._take_value(self._closing + self._take_gap(), events)
+        self._state = self._read_value
         return True
 
     def _take_value(self, text: str, events: list[Event]) -> None:
