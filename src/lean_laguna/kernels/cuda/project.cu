@@ -147,6 +147,9 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
+#if BULK
+    __syncthreads();  // arrivals are made before anybody waits for one, even where no row brings a barrier
+#endif
     wait_for_inputs();
     stamp(WAITED);
     normalise();
