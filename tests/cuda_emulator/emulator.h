@@ -114,6 +114,7 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 }  // namespace emulator
 
 #define DEVICE static inline
+#define METHOD inline
 #define KERNEL(THREADS, BLOCKS) extern "C" void
 #define CLUSTER_KERNEL(REGISTERS, SIZE) extern "C" void
 #ifndef CLUSTER
@@ -235,6 +236,7 @@ DEVICE int min_over_warp(int v) {
 // An arrival: phases over in the upper half, bytes still to come of this one in the lower. Copies happen at once.
 DEVICE void init_arrival(u64 *arrival) { *arrival = 0; }
 DEVICE void show_arrivals() {}
+DEVICE void fence_copies() {}
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     memcpy(to, from, bytes);

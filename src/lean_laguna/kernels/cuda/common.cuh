@@ -16,6 +16,7 @@ typedef unsigned long long u64;
 #include "emulator.h"
 #else
 #define DEVICE __device__ __forceinline__
+#define METHOD DEVICE
 #define EXTERN_SHARED(T, NAME) extern __shared__ __align__(16) u8 shared_bytes[]; T *NAME = (T *)shared_bytes
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #define CLUSTER_KERNEL(REGISTERS, SIZE) extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) __maxnreg__(REGISTERS)
@@ -129,6 +130,8 @@ DEVICE void show_arrivals() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Before a barrier, after which the copy engine may write over what this thread wrote.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The phase is over when so many bytes have come.
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

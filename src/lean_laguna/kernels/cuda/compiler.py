@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("common.cuh", "packed.cuh", "routing.cuh")
+HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "units.cuh")
 
 
 class CompilationError(RuntimeError):

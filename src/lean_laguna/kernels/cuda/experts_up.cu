@@ -1,28 +1,23 @@
 // Routing, then silu(gate) * up of the shared expert and of every expert that a token chose.
 //
 // -D: E, A, SOFTCAP, NORM_TOPK of routing.cuh; K hidden size; F and FS width of a routed and of the shared expert;
-// WARPS, BULK, RING, COLS, PROGRAMS as in project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
+// the rest as in units.cuh and project.cu. A unit is 4 gate rows and 4 up rows of one expert; the shared expert's come
 // first and need no routing, so they stream while the router still runs.
-#include "common.cuh"
 #include "routing.cuh"
+#include "units.cuh"
 
-#define PART (K / WARPS)
-#define LOADS (PART / 32)
 #define UNITS (RING / LOADS)
-#define STRIDE (K + 8)
-#define RING_SIZE (BULK ? RING * 8 * K : RING * WARPS * 256)
 
 KERNEL(WARPS * 32, PROGRAMS)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
            u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING_SIZE;
-    float *sums = (float *)(tokens + COLS * STRIDE);
-    Routing &routing = *(Routing *)(sums + 2 * WARPS * COLS * 8);
+    u16 *tokens = ring + BEFORE_TOKENS;
+    float *sums = (float *)(ring + ROOM);
+    Routing &routing = *(Routing *)(sums + 2 * SUMS);
     Contest &contest = *(Contest *)(&routing + 1);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int shared_units = FS / 4, step = gridDim.x;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
     int count = shared_units;  // till the routing is known
 
     stamp(STARTED);
@@ -37,17 +32,23 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     const bool asks = thread == WARPS * 32 - 1;
     auto ask = [&](int slot, int unit) {
         const u16 *from = unit < shared_units ? shared_weight : weight;
-        u16 *to = ring + slot * 8 * K;
-        expect_bytes(arrivals + slot, 8 * K * 2);
+        u16 *to = ring + slot * UNIT;
+        expect_bytes(arrivals + slot, UNIT * 2);
         copy_bulk(to, from + row_of(unit, 0) * K, 4 * K * 2, arrivals + slot);
         copy_bulk(to + 4 * K, from + row_of(unit, 4) * K, 4 * K * 2, arrivals + slot);
+    };
+    // Ask for the first units from a number on, as far as they are known.
+    auto ask_first = [&](int slot, int end, int least) {
+#pragma unroll 1
+        for (; slot < end; slot++) {
+            const int unit = blockIdx.x + slot * step;
+            if (unit >= least && unit < count) ask(slot, unit);
+        }
     };
     if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-#pragma unroll 1
-        for (int slot = 0; slot < RING; slot++)
-            if (blockIdx.x + slot * step < shared_units) ask(slot, blockIdx.x + slot * step);
+        ask_first(0, EARLY, 0);
     }
 #else
     u16 *slot = ring + thread * 8;
@@ -67,8 +68,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
 #pragma unroll
         for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
     stamp(ASKED);
-    const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
-    const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    Tokens operands(tokens, live);
     int buffer = 0;
     auto choose = [&]() {
         for (int i = thread; i < live * (K / 8); i += WARPS * 32)
@@ -83,25 +83,13 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         if (blockIdx.x != gridDim.x - 1) return;
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
     };
-    // Adds up the warps' parts of a unit; another unit's sums may be written once this barrier is passed.
-    auto leave = [&](const float (&even)[4], const float (&odd)[4]) {
-        float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-        if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
-        __syncthreads();
-    };
     auto add_up = [&](int unit) {
         const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
         if (token < live) {
             const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
             if (rank != NOT_CHOSEN) {
-                const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
-                float gate = 0.0f, up = 0.0f;
-                for (int w = 0; w < WARPS; w++) {
-                    gate += from[w * COLS * 8];
-                    up += from[w * COLS * 8 + 4];
-                }
-                const u16 y = gated(gate, up);
+                const float *from = sums + buffer * SUMS + token * 8 + n;
+                const u16 y = gated(sum_of(from), sum_of(from + 4));
                 if (routed < 0)
                     shared_act[token * FS + unit * 4 + n] = y;
                 else
@@ -119,34 +107,25 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     count = shared_units + routing.num_slots * (F / 4);
     stamp(ROUTED);
 #if BULK
-#pragma unroll 1
-    for (int slot = 0; slot < RING; slot++) {
-        const int unit = blockIdx.x + slot * step;
-        if (asks && unit >= shared_units && unit < count) ask(slot, unit);
-    }
+    if (asks) ask_first(0, EARLY, shared_units);
     wait_for_copies();
     write_ids();
     __syncthreads();
+    operands.hold();
+    if (EARLY < RING) {
+        fence_copies();
+        __syncthreads();
+        if (asks) ask_first(EARLY, RING, 0);
+    }
     stamp(PREPARED);
     int slot = 0, parity = 0;
     for (int unit = blockIdx.x; unit < count; unit += step) {
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
         wait_for_bytes(arrivals + slot, parity);
-#pragma unroll
-        for (int k = 0; k < PART; k += 64) {
-            uint4 w0, w1;
-            if (k + 32 < PART)
-                load_pair(w + k, g & 1, w0, w1);
-            else
-                w0 = *(const uint4 *)(w + k);
-            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
-            if (k + 32 < PART)
-                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
-        }
-        leave(even, odd);
+        operands.multiply_unit(even, odd, ring + slot * UNIT);
+        leave_sums(sums + buffer * SUMS, even, odd);
+        // Another unit's sums, and the slot, may be written once this barrier is passed.
+        __syncthreads();
         if (asks && unit + RING * step < count) ask(slot, unit + RING * step);
         add_up(unit);
         if (++slot == RING) slot = 0, parity ^= 1;
@@ -173,13 +152,12 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         for (int j = 0; j < RING; j++) {
             const int at = j % LOADS, unit = first + (j / LOADS) * step;
             if (at == 0) next = start_of(unit + UNITS * step);
-            const u16 *a = a_at + at * 32;
             wait_for_stream<RING - 1>();
-            multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                           has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero, *(const uint4 *)(slot + j * WARPS * 256));
+            operands.multiply_piece(even, odd, at, *(const uint4 *)(slot + j * WARPS * 256));
             stream(slot + j * WARPS * 256, next + at * 32, unit + UNITS * step < count);
             if (at == LOADS - 1 && unit < count) {
-                leave(even, odd);
+                leave_sums(sums + buffer * SUMS, even, odd);
+                __syncthreads();
                 add_up(unit);
             }
             if (at == LOADS - 1)

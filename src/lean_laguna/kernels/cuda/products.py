@@ -7,6 +7,8 @@ a row keeps its bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from lean_laguna.kernels.cuda import packed_products
@@ -30,10 +32,28 @@ WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-BULK_COLUMNS, LONE_BULK_COLUMNS = 4096, 6144
-"""Columns of 8 rows each that the copy engine has on their way to a program: 64 KiB, for a lone row 96."""
-BULK_WIDTH = 8
-"""Widest products whose units of 8 rows come by the copy engine; wider ones are faster by a lane's loads."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product whose units of 8 rows come by the copy engine runs.
+
+    Attributes:
+        programs: A multiprocessor.
+        columns: Of 8 rows each, on their way to a program: 16 bytes of shared memory a column.
+        early: Of these, how many do not lie where tokens are before registers hold them; 0 for all.
+        is_bulk: False for loads by lanes instead, of 16 bytes each.
+    """
+
+    programs: int
+    columns: int
+    early: int = 0
+    is_bulk: bool = True
+
+
+PROJECT_PLANS = {1: Plan(2, 6144), 8: Plan(2, 4096), 16: Plan(1, 0, is_bulk=False)}
+UP_PLANS = {1: Plan(2, 6144), 8: Plan(2, 4096), 16: Plan(1, 0, is_bulk=False)}
+"""By columns of tokens."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
@@ -80,28 +100,28 @@ def _is_bulk(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and has_bulk_copies(weight.device)
 
 
-def _has_units(weight: Weight, launch: Launch) -> bool:
-    """Say whether units of 8 rows come by the copy engine."""
-    return _is_bulk(weight) and launch.cols <= BULK_WIDTH
-
-
-def _unit_ring(weight: Weight, launch: Launch) -> tuple[int, int]:
-    """Return the length of a ring of a weight's units of 8 rows, and its bytes with what is kept beside."""
+def _units(weight: Weight, cols: int, plan: Plan) -> tuple[dict[str, int], int]:
+    """Return the constants of a ring of a weight's units, and the bytes it takes with tokens and sums."""
     k = weight.shape[-1]
-    if _has_units(weight, launch):
-        ring = max(1, (LONE_BULK_COLUMNS if launch.cols == 1 else BULK_COLUMNS) // k)
-        return ring, ring * (8 * k * 2 + 8)
-    ring = _ring(k // THREADS)
-    return ring, ring * THREADS * 16
+    if _is_bulk(weight) and plan.is_bulk:
+        ring = max(1, plan.columns // k)
+        early = max(1, plan.early // k) if plan.early else ring
+        room = max(early * 8 * k + cols * (k + 8), ring * 8 * k) * 2 + ring * 8
+        constants = {"BULK": 1, "RING": ring, "EARLY": early}
+    else:
+        ring = _ring(k // THREADS)
+        room = ring * THREADS * 16 + cols * (k + 8) * 2
+        constants = {"BULK": 0, "RING": ring}
+    return constants | {"K": k, "WARPS": WARPS, "COLS": cols}, room + 2 * WARPS * cols * 8 * 4
 
 
 def _codes(weight: Weight) -> Tensor:
     return weight.codes if isinstance(weight, Packed) else weight
 
 
-def _num_programs(x: Tensor, launch: Launch) -> int:
-    """Return how many programs of a streaming kernel run at once: of 16 columns one a multiprocessor."""
-    return multiprocessors(x.device) * (PROGRAMS if launch.cols <= 8 else 1)
+def _num_programs(x: Tensor, plan: Plan) -> int:
+    """Return how many programs of a streaming kernel run at once."""
+    return multiprocessors(x.device) * plan.programs
 
 
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
@@ -147,27 +167,18 @@ def project(
         )
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    units = n // (4 if gated else 8)
-    is_bulk, grid = _has_units(weight, launch), min(units, _num_programs(x, launch))
-    ring, ring_bytes = _unit_ring(weight, launch)
+    units, plan = n // (4 if gated else 8), PROJECT_PLANS[launch.cols]
+    grid = min(units, _num_programs(x, plan))
+    constants, room = _units(weight, launch.cols, plan)
     source = Source.of(
         "project",
-        K=k,
         N=n,
-        WARPS=WARPS,
-        BULK=is_bulk,
-        RING=ring,
-        COLS=launch.cols,
         GATED=gated,
         NORMED=normed is not None,
-        PROGRAMS=LONE_PROGRAMS if launch.cols == 1 else 2,
+        PROGRAMS=LONE_PROGRAMS if launch.cols == 1 else plan.programs,
+        **constants,
     )
-    shared = (
-        ring_bytes
-        + launch.cols * (k + 8) * 2
-        + (k // 2 if launch.cols == 1 else 64)
-        + 2 * WARPS * launch.cols * 8 * 4
-    )
+    shared = room + (k // 2 if launch.cols == 1 else 64)
     arguments = (
         x,
         norm,
@@ -307,24 +318,18 @@ def _run_up(
     launch: Launch,
 ) -> None:
     """Route, and write the activations of the chosen experts and of the shared one."""
-    experts, d, _ = mlp.down.shape
+    experts = len(mlp.bias)
     cols, top_k = launch.cols, mlp.top_k
     shared_up = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
-    ring, ring_bytes = _unit_ring(mlp.gate_up, launch)
-    source = Source.of(
-        "experts_up",
-        K=d,
-        RING=ring,
-        BULK=_has_units(mlp.gate_up, launch),
-        PROGRAMS=LONE_PROGRAMS if cols == 1 else 2,
-        **_constants(mlp, launch),
-    )
-    shared = ring_bytes + cols * (d + 8) * 2 + 2 * WARPS * cols * 8 * 4
-    shared += routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    plan = UP_PLANS[cols]
+    constants, room = _units(mlp.gate_up, cols, plan)
+    programs = LONE_PROGRAMS if cols == 1 else plan.programs
+    source = Source.of("experts_up", PROGRAMS=programs, **constants | _constants(mlp, launch))
+    shared = room + routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
     weights = (_codes(mlp.gate_up), _codes(shared_up))
     outs = (routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
     arguments = (normed, scores, mlp.bias, *weights, *outs)
-    launch_kernel(source, _num_programs(normed, launch), THREADS, shared, arguments, launch)
+    launch_kernel(source, _num_programs(normed, plan), THREADS, shared, arguments, launch)
 
 
 def _run_down(

@@ -1,17 +1,11 @@
 // Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K row length; N output columns; WARPS that share a row; COLS tokens (1, 8 or 16; the instruction is the same, and so
-// a row's bits); PROGRAMS a multiprocessor should hold; BULK 1: whole rows come by the copy engine, RING units of 8 rows
-// ahead; otherwise RING 16-byte loads in flight a lane;
+// -D: as in units.cuh; N output columns; PROGRAMS a multiprocessor should hold;
 // GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// A program takes 8 weight rows at a time; each warp its own part of K, the parts added in warp order.
-#include "common.cuh"
+// A program takes 8 weight rows at a time.
+#include "units.cuh"
 
-#define PART (K / WARPS)
-#define LOADS (PART / 32)
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
-#define STRIDE (K + 8)
-#define RING_SIZE (BULK ? RING * 8 * K : RING * WARPS * 256)
 // Floats set aside for the norm: a lone row's squares, or the rows' inverses.
 #define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
 #define OUTPUTS (GATED ? 4 : 8)
@@ -72,29 +66,31 @@ KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows,
         float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + RING_SIZE;
-    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
+    u16 *tokens = ring + BEFORE_TOKENS;
+    float *norms = (float *)(ring + ROOM), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
 
     stamp(STARTED);
 #if BULK
-    u64 *arrivals = (u64 *)(sums + 2 * WARPS * COLS * 8);
+    u64 *arrivals = (u64 *)(sums + 2 * SUMS);
     const bool asks = thread == WARPS * 32 - 1;
     // Few large copies, each of which takes a while to ask for.
     auto ask = [&](int slot, int unit) {
-        u16 *to = ring + slot * 8 * K;
-        expect_bytes(arrivals + slot, 8 * K * 2);
+        u16 *to = ring + slot * UNIT;
+        expect_bytes(arrivals + slot, UNIT * 2);
         copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
         if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
+    };
+    auto ask_first = [&](int slot, int end) {
+#pragma unroll 1
+        for (; slot < end; slot++)
+            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
     };
     if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-#pragma unroll 1
-        for (int slot = 0; slot < RING; slot++)
-            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
+        ask_first(0, EARLY);
     }
 #else
     const u16 *own = weight + warp * PART + 8 * t;
@@ -123,25 +119,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
             normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
         }
     };
-    const u16 *a_at = tokens + g * STRIDE + warp * PART + 8 * t;
-    const bool has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    Tokens operands(tokens, live);
     int buffer = 0;
-    // Adds up the warps' parts of a unit; another unit's sums may be written once this barrier is passed.
-    auto leave = [&](const float (&even)[4], const float (&odd)[4]) {
-        float *mine = sums + (buffer * WARPS + warp) * COLS * 8;
-        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-        if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
-        __syncthreads();
-    };
     auto add_up = [&](int unit) {
         const int token = thread / OUTPUTS, n = thread % OUTPUTS;
         if (token < live) {
-            const float *from = sums + buffer * WARPS * COLS * 8 + token * 8 + n;
-            float y = 0.0f, up = 0.0f;
-            for (int w = 0; w < WARPS; w++) {
-                y += from[w * COLS * 8];
-                if (GATED) up += from[w * COLS * 8 + 4];
-            }
+            const float *from = sums + buffer * SUMS + token * 8 + n;
+            const float y = sum_of(from), up = GATED ? sum_of(from + 4) : 0.0f;
             out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
         }
         buffer ^= 1;
@@ -155,25 +139,20 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     normalise();
     stamp(PREPARED);
 #if BULK
+    operands.hold();
+    if (EARLY < RING) {
+        fence_copies();
+        __syncthreads();
+        if (asks) ask_first(EARLY, RING);
+    }
     int slot = 0, parity = 0;
     for (int unit = blockIdx.x; unit < count; unit += step) {
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        const u16 *w = ring + (slot * 8 + g) * K + warp * PART + 8 * t;
         wait_for_bytes(arrivals + slot, parity);
-#pragma unroll
-        for (int k = 0; k < PART; k += 64) {
-            uint4 w0, w1;
-            if (k + 32 < PART)
-                load_pair(w + k, g & 1, w0, w1);
-            else
-                w0 = *(const uint4 *)(w + k);
-            multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k) : zero,
-                           has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k) : zero, w0);
-            if (k + 32 < PART)
-                multiply_block(even, odd, has_low ? *(const uint4 *)(a_at + k + 32) : zero,
-                               has_high ? *(const uint4 *)(a_at + 8 * STRIDE + k + 32) : zero, w1);
-        }
-        leave(even, odd);
+        operands.multiply_unit(even, odd, ring + slot * UNIT);
+        leave_sums(sums + buffer * SUMS, even, odd);
+        // Another unit's sums, and the slot, may be written once this barrier is passed.
+        __syncthreads();
         if (asks && unit + RING * step < count) ask(slot, unit + RING * step);
         add_up(unit);
         if (++slot == RING) slot = 0, parity ^= 1;
@@ -187,18 +166,16 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 #pragma unroll
             for (int j = 0; j < RING; j++) {
                 const int at = LOADS <= RING ? j % LOADS : turn * RING + j;
-                const u16 *a = a_at + at * 32;
                 wait_for_stream<RING - 1>();
-                multiply_block(even, odd, has_low ? *(const uint4 *)a : zero,
-                               has_high ? *(const uint4 *)(a + 8 * STRIDE) : zero,
-                               *(const uint4 *)(slot + j * WARPS * 256));
+                operands.multiply_piece(even, odd, at, *(const uint4 *)(slot + j * WARPS * 256));
                 const int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
                 const int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
                 stream(slot + j * WARPS * 256, own + row_at(unit, g) * K + k * 32, unit < count);
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {
-                    leave(even, odd);
+                    leave_sums(sums + buffer * SUMS, even, odd);
+                    __syncthreads();
                     add_up(done);
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                 }

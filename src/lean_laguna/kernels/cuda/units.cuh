@@ -1,0 +1,89 @@
+// What project.cu and experts_up.cu share: units of 8 weight rows times all tokens, each warp its own part of K, whose
+// sums are added in the order of warps.
+//
+// -D: K row length; WARPS; COLS tokens (1, 8 or 16; the instruction is the same, and so a row's bits); BULK 1: whole rows
+// come by the copy engine, RING units ahead, of which EARLY do not lie where tokens are before registers hold them;
+// otherwise RING 16-byte loads in flight a lane.
+#pragma once
+#include "common.cuh"
+
+#define PART (K / WARPS)
+#define LOADS (PART / 32)
+#define STRIDE (K + 8)
+#define UNIT (8 * K)
+#if BULK
+#define BEFORE_TOKENS (EARLY * UNIT)
+#define RING_END (RING * UNIT)
+#else
+#define BEFORE_TOKENS (RING * WARPS * 256)
+#define RING_END BEFORE_TOKENS
+#endif
+// Elements of the ring and of the tokens.
+#define ROOM (BEFORE_TOKENS + COLS * STRIDE > RING_END ? BEFORE_TOKENS + COLS * STRIDE : RING_END)
+// Floats of a unit's sums, of which there are two in turn.
+#define SUMS (WARPS * COLS * 8)
+// Wider steps keep their tokens in registers; a lone row's four lanes read theirs for next to nothing.
+#ifndef HELD
+#define HELD (BULK && COLS > 1)
+#endif
+
+// Tokens g and g + 8 in a warp's part of K, zeros where there are none.
+struct Tokens {
+    const u16 *at;
+    bool has_low, has_high;
+    uint4 low[HELD ? LOADS : 1], high[HELD && COLS > 8 ? LOADS : 1];
+
+    METHOD Tokens(const u16 *tokens, int live) {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        at = tokens + g * STRIDE + (threadIdx.x >> 5) * PART + 8 * t;
+        has_low = g < live, has_high = COLS > 8 && g + 8 < live;
+    }
+    METHOD uint4 read_low(int j) const { return has_low ? *(const uint4 *)(at + j * 32) : make_uint4(0, 0, 0, 0); }
+    METHOD uint4 read_high(int j) const {
+        return has_high ? *(const uint4 *)(at + 8 * STRIDE + j * 32) : make_uint4(0, 0, 0, 0);
+    }
+    // When they are in shared memory.
+    METHOD void hold() {
+#pragma unroll
+        for (int j = 0; j < (HELD ? LOADS : 0); j++) {
+            low[j] = read_low(j);
+            if (COLS > 8) high[j] = read_high(j);
+        }
+    }
+    // Block j of 32 columns times a lane's piece of a weight row.
+    METHOD void multiply_piece(float (&even)[4], float (&odd)[4], int j, uint4 w) const {
+        if (HELD)
+            multiply_block(even, odd, low[j], COLS > 8 ? high[j] : make_uint4(0, 0, 0, 0), w);
+        else
+            multiply_block(even, odd, read_low(j), read_high(j), w);
+    }
+    // A unit whose rows lie one after another in shared memory.
+    METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit) const {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const u16 *w = unit + g * K + (threadIdx.x >> 5) * PART + 8 * t;
+#pragma unroll
+        for (int j = 0; j < LOADS; j += 2) {
+            uint4 w0, w1;
+            if (j + 1 < LOADS)
+                load_pair(w + j * 32, g & 1, w0, w1);
+            else
+                w0 = *(const uint4 *)(w + j * 32);
+            multiply_piece(even, odd, j, w0);
+            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1);
+        }
+    }
+};
+
+// Leave a warp's part of a unit's sums; a barrier must follow.
+DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    float *mine = sums + (threadIdx.x >> 5) * COLS * 8;
+    if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+}
+// The warps' parts of one product.
+DEVICE float sum_of(const float *from) {
+    float y = 0.0f;
+    for (int w = 0; w < WARPS; w++) y += from[w * COLS * 8];
+    return y;
+}
