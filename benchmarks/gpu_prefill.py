@@ -29,7 +29,7 @@ from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillStep
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
-from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
+from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, silu_and_mul
 from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
@@ -387,17 +387,17 @@ class Bench:
             self.work[: rows * A * D].view(rows, A, D),
         )
         shared = self.work[rows * (E + 2 * FS) : rows * (E + 3 * FS)].view(rows, FS)
-        tile, n = self.tiles.experts, self.count(rows)
+        tile, n, zero = self.tiles.experts, self.count(rows), self.count(0)
         cache, table = self.caches.layers[1], self.caches.tables[1][0]
         names: dict[str, Callable[[LayerWeights], Any]] = {
             "qkv": lambda w: torch.mm(x, w.attention.qkv.t(), out=qkv),
             "out": lambda w: torch.mm(heads, w.attention.out.t(), out=delta),
             "router+shared": lambda w: torch.mm(x, w.mlp.router_gate_up.t(), out=both),
             "shared down": lambda w: torch.mm(shared, w.mlp.shared_down.t(), out=delta),
-            "ready": lambda w: ready_heads(qkv, norms, w.rotary, cache, table, shape, 0, n, eps=1e-6),
-            "order": lambda w: order_keys(cache, table, s.keys, 0, 0, n, rows, self.tiles.sliding),
+            "ready": lambda w: ready_heads(qkv, norms, w.rotary, cache, table, shape, zero, n, eps=1e-6),
+            "order": lambda w: order_keys(cache, table, s.keys, shape, zero, n, rows, self.tiles.sliding),
             "attend sliding": lambda w: attend_chunk(
-                qkv, heads, s.keys, table, shape, 0, n, self.tiles.sliding, begin=0
+                qkv, heads, s.keys, table, shape, zero, n, self.tiles.sliding, is_ordered=True
             ),
             "silu": lambda w: silu_and_mul(both[:, E:], shared, n),
             "sort": lambda w: sort_by_expert(both, w.mlp.bias, s.sort, rows, n, tile, top_k=A),
@@ -444,17 +444,17 @@ class Bench:
     def attend(self, i: int, first: int, n: int, tile: AttentionTile, source: str) -> Run:
         layer, rows = self.weights.layers[i], self.chunks[-1]
         shape, table, keys = layer.attention.shape, self.caches.tables[i][0], self.caches.layers[i]
-        work, wide, begin = self.work, shape.num_heads * shape.head_dim, None
+        work, wide, start = self.work, shape.num_heads * shape.head_dim, self.count(first)
         if source != "pages":
             ordered = self.scratch.keys
-            begin = order_keys(keys, table, ordered, lowest_key(shape, first), first, self.count(n), n, tile)
+            order_keys(keys, table, ordered, shape, start, self.count(n), first + n, tile)
             keys = ordered
         qkv = work[: rows * shape.width].view(rows, -1)
         qkv.normal_()
         out, count = work[rows * shape.width :][: rows * wide].view(rows, wide), self.count(n)
 
         def run() -> None:
-            attend_chunk(qkv[:n], out, keys, table, shape, first, count, tile, begin=begin)
+            attend_chunk(qkv[:n], out, keys, table, shape, start, count, tile, is_ordered=source != "pages")
 
         return run
 
@@ -471,15 +471,17 @@ class Bench:
         found: dict[str, Any] = {}
         count = self.count(rows)
         for first in (8192, 16384, 24576):
-            order = partial(order_keys, pages, table, self.scratch.keys, 0, first, count, rows, tile)
-            begin = order()
+            start = self.count(first)
+            keys = (shape, start, count, first + rows, tile)
+            order = partial(order_keys, pages, table, self.scratch.keys, *keys)
+            order()
             self.sync()
             before = time.monotonic()
             past = attend_before(qkv, self.scratch.keys, shape, first)
             self.sync()
             first_call = (time.monotonic() - before) * 1000
-            common = (table, shape, first, count, tile)
-            whole = partial(attend_chunk, qkv, out, self.scratch.keys, *common, begin=begin)
+            common = (table, shape, start, count, tile)
+            whole = partial(attend_chunk, qkv, out, self.scratch.keys, *common, is_ordered=True)
             whole()
             want = out.float()
             whole(past=past, past_keys=first)
@@ -488,7 +490,7 @@ class Bench:
                 "order": self.time_ms(order),
                 "ready": self.time_ms(
                     partial(
-                        ready_heads, qkv, norms, layer.rotary, pages, table, shape, first, count, eps=1e-6
+                        ready_heads, qkv, norms, layer.rotary, pages, table, shape, start, count, eps=1e-6
                     )
                 ),
                 "before": self.time_ms(partial(attend_before, qkv, self.scratch.keys, shape, first)),

@@ -96,6 +96,7 @@ class GpuEngine(LLMEngine):
         self._told: set[str] = set()
         self._watcher: LogitsWatcher | None = None
         self._programs.warm_up(self._prompts.dry_runs())
+        self._prompts.capture()
         self._schedule = self.controller.schedule if self.controller is not None else None
         if self.controller is not None:
             self.controller.shape = StepShape(MAX_ROWS, (NARROW, MAX_ROWS))

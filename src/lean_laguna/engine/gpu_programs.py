@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -122,6 +122,11 @@ class StepPrograms:
         self._make |= {"propose": self._propose, "choose": self._choose, "fill": self._fill}
         self._pool = pool
         self._keeps_logits = False
+
+    @property
+    def graph_pool(self) -> Any:
+        """Memory of the graphs, to be shared by those of prompts; None where nothing is captured."""
+        return self._pool
 
     @property
     def uses_cuda(self) -> bool:

@@ -6,6 +6,7 @@ neighbours, on how many are computed at once, or on what a cached prefix spared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS
 from lean_laguna.engine.block_pool import NULL_BLOCK
+from lean_laguna.engine.gpu_graphs import Program
 from lean_laguna.engine.gpu_lanes import Lanes, mark
 from lean_laguna.engine.gpu_layout import has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
@@ -24,7 +26,7 @@ from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
 from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, PrefillStep
-from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
+from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch, block_rows, shape_rows
 
 
 class Prompts(Protocol):
@@ -38,6 +40,10 @@ class Prompts(Protocol):
 
     def dry_runs(self) -> Sequence[Callable[[], object]]:
         """Return what launches every kernel of prompts, for these to be compiled ahead."""
+        ...
+
+    def capture(self) -> None:
+        """Capture what can be, once all is compiled."""
         ...
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
@@ -66,6 +72,9 @@ class RowPrompts:
     def dry_runs(self) -> Sequence[Callable[[], object]]:
         """Nothing: where it is used, nothing is compiled."""
         return ()
+
+    def capture(self) -> None:
+        """Nothing likewise."""
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Nothing: they are the sequence's when its rows are computed."""
@@ -107,16 +116,34 @@ class ChunkPrompts:
             tap_layers=programs.tap_layers,
             tapped=None if drafter is None else self._fold,
         )
+        self._graphs: dict[int, Program] = {}
         self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
         self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
         self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
 
     def dry_runs(self) -> Sequence[Callable[[], object]]:
         """See ``Prompts.dry_runs``: the shapes that differ, and positions with keys before the chunk."""
-        most, last = self._step.scratch.rows, self._tables[0].shape[0] * self._programs.pools.kv_block_size
-        runs = [(0, num) for num in dict.fromkeys((1, -(-most // 2), most))]
-        runs += [(first, 1) for first in (LIBRARY_FROM, MAX_ORDERED_KEYS) if first < last]
+        most, block = self._step.scratch.rows, self._block
+        last = self._tables[0].shape[0] * self._programs.pools.kv_block_size
+        runs = [(0, num) for num in dict.fromkeys((1, block, -(-most // 2), most))]
+        runs += [(first, block) for first in (LIBRARY_FROM, MAX_ORDERED_KEYS) if first + block <= last]
         return [partial(self._launch, first, num) for first, num in runs]
+
+    def capture(self) -> None:
+        """Capture the launches of prompts of one block, in each shape that they are padded to."""
+        if self._programs.graph_pool is None:
+            return
+        self._step.scratch.note(0, 0)
+        rows = block_rows(1, self._block)
+        while True:
+            first = self._step.same_up_to(rows)
+            body = partial(self._launch, 0 if first == math.inf else int(first), rows)
+            self._graphs[rows] = Program(body, self._programs.graph_pool)
+            for _ in range(2):
+                self._graphs[rows]()
+            if rows >= self._block:
+                return
+            rows = block_rows(rows + 1, self._block)
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Take the pages of a chunk; see ``Prompts.note_pages``.
@@ -140,35 +167,38 @@ class ChunkPrompts:
             self._tables[group].copy_(entries, non_blocking=True)
         ids = pinned_copy(np.array(token_ids, dtype=np.int32), programs.device)
         step.scratch.input_ids[: len(ids)].copy_(ids, non_blocking=True)
-        return self._launch(first, len(token_ids), wants_all=wants_all)
+        step.scratch.note(first, len(ids))
+        rows = shape_rows(len(ids), self._block)
+        if rows in self._graphs and first <= step.same_up_to(rows):
+            self._graphs[rows]()
+        else:
+            self._launch(first, len(ids))
+        return step.found(len(ids), all_rows=wants_all)
 
-    def _launch(self, first: int, num_tokens: int, *, wants_all: bool = False) -> Tensor:
+    def _launch(self, first: int, num_tokens: int) -> None:
         tables = tuple(self._table_of[id(table)] for table in self._programs.caches.tables)
-        ids = self._step.scratch.input_ids
         self._sums[:num_tokens].zero_()
-        hidden = self._step.run(ids, first, num_tokens, tables=tables, all_rows=wants_all)
-        self._append_context(first, num_tokens)
-        return hidden
+        self._step.launch(self._step.scratch.input_ids, first, num_tokens, tables)
+        self._append_context(num_tokens)
 
-    def _fold(self, index: int, hidden: Tensor, num_tokens: int, room: tuple[Tensor, Tensor]) -> None:
+    def _fold(self, index: int, hidden: Tensor, num_tokens: Tensor, room: tuple[Tensor, Tensor]) -> None:
         assert self._programs.drafter is not None
         fold_tap(self._programs.drafter, index, hidden, self._sums[: len(hidden)], num_tokens, room)
 
-    def _append_context(self, first: int, num_tokens: int) -> None:
+    def _append_context(self, num_tokens: int) -> None:
         """Write the drafter's context of the chunks just run, one by one: they may share pages."""
         programs, step = self._programs, self._step
         if programs.drafter is None:
             return
-        for at in range(0, num_tokens, self._block):
-            num = min(self._block, num_tokens - at)
-            buffers = step.context_buffers(num, context_width(programs.drafter))
+        for block in step.scratch.blocks(num_tokens):
+            buffers = step.context_buffers(block.rows, context_width(programs.drafter))
             append_chunk_context(
                 programs.drafter,
                 programs.pools.group(programs.draft_group),
-                self._sums[at : at + len(buffers[0])],
+                self._sums[block.own],
                 self._tables[programs.draft_group],
-                first + at,
-                num,
+                block.first,
+                block.length,
                 buffers,
             )
 

@@ -132,7 +132,7 @@ def append_context(
     )
 
 
-@triton.jit(do_not_specialize=["first", "num_tokens"])
+@triton.jit
 def _append_chunk_kernel(
     kv_ptr,
     k_norm_ptr,
@@ -141,8 +141,8 @@ def _append_chunk_kernel(
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
-    first,
-    num_tokens,
+    first_ptr,
+    num_tokens_ptr,
     eps,
     layer_stride,
     MAX: tl.constexpr,
@@ -154,6 +154,8 @@ def _append_chunk_kernel(
     KV_BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0) * MAX
+    first = tl.load(first_ptr)
+    num_tokens = tl.load(num_tokens_ptr)
     layer = tl.program_id(1)
     append_rows(
         kv_ptr + layer * (2 * J * P),
@@ -193,7 +195,7 @@ def fold_tap(
     index: int,
     hidden: Tensor,
     sums: Tensor,
-    num_tokens: int,
+    num_tokens: Tensor,
     buffers: tuple[Tensor, Tensor],
 ) -> None:
     """Add one tapped layer's share of a chunk's context, before its norm.
@@ -203,7 +205,7 @@ def fold_tap(
         index: Of the tapped layer among the tapped ones.
         hidden: [C, D] the target's residual stream, of which the first ``num_tokens`` rows count.
         sums: [C, D] float32, added to; zero before the first tapped layer.
-        num_tokens: Tokens.
+        num_tokens: [1] int32.
         buffers: [C, D] and [B, D], B rows at a time; contents mean nothing before and after.
     """
     normed, product = buffers
@@ -212,7 +214,7 @@ def fold_tap(
         norm_rows(hidden, weights.aux_norms[index : index + 1], normed, num_tokens, weights.eps)
         hidden = normed
     part = as_plain(weights.fc)[:, index * D : (index + 1) * D].t()
-    for at in range(0, num_tokens, rows):
+    for at in range(0, len(hidden), rows):
         x = hidden[at : at + rows]
         sums[at : at + rows] += torch.mm(x, part, out=product[: len(x)])
 
@@ -222,8 +224,8 @@ def append_chunk_context(
     cache: tuple[Tensor, Tensor],
     sums: Tensor,
     table: Tensor,
-    first: int,
-    num_tokens: int,
+    first: Tensor,
+    num_tokens: Tensor,
     buffers: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write the context of a prefilled chunk: the same as ``append_context``, for many rows of one sequence.
@@ -235,8 +237,8 @@ def append_chunk_context(
         cache: Keys and values, [L, num_blocks, kv_block_size, J, P] each; the tokens' slots are written.
         sums: [C, D] float32 from ``fold_tap``, of which the first ``num_tokens`` rows count.
         table: [.] int32 block table of the sequence in the drafter's group.
-        first: Position of the first token.
-        num_tokens: Tokens.
+        first: [1] int32, position of the first token.
+        num_tokens: [1] int32.
         buffers: [C, D], [C, D] and [C, ``context_width``]; contents mean nothing before and after.
     """
     context, normed, kv = buffers
@@ -253,7 +255,7 @@ def append_chunk_context(
         ):
             norm_rows(context, own[None], normed, n, eps)
             torch.mm(normed, part.t(), out=out)
-    _append_chunk_kernel[(cdiv(num_tokens, MAX_ROWS), num_layers, J)](
+    _append_chunk_kernel[(cdiv(len(sums), MAX_ROWS), num_layers, J)](
         kv,
         weights.k_norms,
         *layer.rotary,

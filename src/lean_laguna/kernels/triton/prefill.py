@@ -5,7 +5,8 @@ by its number of rows, the library's products, takes a block at a time; attentio
 as the block before it left it; and the experts, which take all rows of a chunk because their weights are read
 once for them, sum every row in one order. So a token's bits depend on the tokens of its block and on those
 before it, and on nothing else: not on how long chunks are, not on neighbours, nor on what a cached prefix has
-spared.
+spared. Nor do its launches follow from where a chunk lies, as long as ``same_up_to`` says so: positions and
+lengths are read on the device, so they can be captured.
 
 Attention and the experts are in ``prefill_attention`` and ``prefill_experts``; rows are rounded where the
 decode kernels round them, except that an expert's weighted term is rounded to the model's dtype before the
@@ -14,6 +15,7 @@ sum over a token's experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +27,7 @@ from lean_laguna.kernels.triton.formats import Packed, Weight, decode
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
-from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
+from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, norm_rows, silu_and_mul
 from lean_laguna.kernels.triton.prefill_scratch import Block, PrefillScratch, shape_rows, split
 from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
@@ -37,7 +39,7 @@ LIBRARY_FROM = 4096
 """The library takes keys in multiples of so many: few shapes, each of which takes it time at first."""
 
 
-Tapped = Callable[[int, Tensor, int, tuple[Tensor, Tensor]], None]
+Tapped = Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], None]
 """What takes the residual stream after a tapped layer; see ``PrefillStep.tapped``."""
 
 
@@ -64,7 +66,7 @@ class PrefillStep:
         taps: [C, m, D], written for the chunk's tokens: the raw residual stream after the tapped layers; or
             None.
         tapped: Called after each tapped layer with its index in ``tap_layers``, the residual stream [., D],
-            the number of tokens, and room: [., D] and [B, D]; or None.
+            the number of tokens [1] int32, and room: [., D] and [B, D]; or None.
         tiles: By kernel class; None takes those of the device.
         library_from: In full layers, cuDNN takes the keys before a block up to the last multiple of so many;
             None where there is none.
@@ -119,9 +121,32 @@ class PrefillStep:
             raise ValueError(f"prefill: num_tokens must be 1 to {self.scratch.rows}, found {num_tokens}")
         if tables is None:
             tables = tuple(table[slot] for table in self.caches.tables)
-        self._launch(input_ids, first_position, num_tokens, tables)
+        self.scratch.note(first_position, num_tokens)
+        self.launch(input_ids, first_position, num_tokens, tables)
+        return self.found(num_tokens, all_rows=all_rows)
+
+    def found(self, num_tokens: int, *, all_rows: bool) -> Tensor:
+        """Return what ``run`` does, of the chunk last launched."""
         normed = self.scratch.normed
         return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
+
+    def same_up_to(self, rows: int) -> float:
+        """Return up to which first position the launches of a chunk of one block are the same ones.
+
+        Args:
+            rows: The block's padded shape.
+        """
+        if self._is_short(rows):
+            return math.inf
+        ordered = self.scratch.keys[0].shape[0] - ORDERED_SLACK
+        return max(0, min(self.library_from or LIBRARY_FROM, ordered) - rows)
+
+    def _is_short(self, rows: int) -> bool:
+        """Say whether a block's attention takes keys from their pages: what lays them in order costs more.
+
+        So it is for a last block however long the prompt, and for no other.
+        """
+        return rows < self.scratch.block
 
     def context_buffers(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return buffers for the context of the chunk last run, [C, D], [C, D] and [C, width].
@@ -136,7 +161,15 @@ class PrefillStep:
         kv = scratch.beside_delta(rows)[: rows * width].view(rows, width)
         return scratch.delta(rows), scratch.hidden[:rows], kv
 
-    def _launch(self, input_ids: Tensor, first: int, num_tokens: int, tables: tuple[Tensor, ...]) -> None:
+    def launch(self, input_ids: Tensor, first: int, num_tokens: int, tables: tuple[Tensor, ...]) -> None:
+        """Launch ``run`` for the chunk that ``scratch.note`` has told, or will have.
+
+        Args:
+            input_ids: As for ``run``.
+            first: The chunk's first position; of a chunk of one block any other up to ``same_up_to``, too.
+            num_tokens: Tokens, or any number that is padded to as many rows.
+            tables: As for ``run``.
+        """
         scratch, layers, eps = self.scratch, self.weights.layers, self.weights.eps
         rows, blocks = shape_rows(num_tokens, scratch.block), scratch.blocks(num_tokens)
         hidden, normed, n = scratch.hidden[:rows], scratch.normed[:rows], scratch.length
@@ -153,16 +186,16 @@ class PrefillStep:
                     self._run_dense(layer.mlp, block, after, tap if tap is None else tap[block.own])
             else:
                 self._run_experts(layer.mlp, blocks, rows, tap)
-                norm_rows(hidden, after[None], normed, num_tokens, eps)
+                norm_rows(hidden, after[None], normed, n, eps)
             if self.tapped is not None and i in self.tap_layers:
                 rest = scratch.beside_delta(rows)[: scratch.block * hidden.shape[1]]
                 room = scratch.delta(rows), rest.view(-1, hidden.shape[1])
-                self.tapped(self.tap_layers.index(i), hidden, num_tokens, room)
+                self.tapped(self.tap_layers.index(i), hidden, n, room)
 
     def _attend(self, i: int, layer: LayerWeights, table: Tensor, block: Block, chunk_first: int) -> None:
         """Add attention to a block's residual stream; leave it normalised for the MLP."""
         scratch, attention = self.scratch, layer.attention
-        shape, eps, n, first = attention.shape, self.weights.eps, block.length, chunk_first + block.at
+        shape, eps, n, first = attention.shape, self.weights.eps, block.length, block.first
         qkv, heads = split(scratch.beside_keys(), block.rows, shape.width, shape.num_heads * shape.head_dim)
         normed, delta = scratch.normed[block.own], scratch.delta(block.rows)
         self._multiply(normed, attention.qkv, qkv[:, : attention.qkv.shape[0]])
@@ -171,19 +204,18 @@ class PrefillStep:
         norms, cache = (attention.q_norm, attention.k_norm), self.caches.layers[i]
         ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         tile = self._tiles.attention(shape)
-        keys, begin, past, past_keys = cache, None, None, 0
-        if shape.window or first + block.rows <= scratch.keys[0].shape[0] - ORDERED_SLACK:
-            lowest, skipped = lowest_key(shape, first), 0
-            if block.at and not shape.window:  # those before were laid in order for the block before
-                lowest = skipped = first // tile.keys * tile.keys
-            keys, target = scratch.keys, (scratch.keys[0][skipped:], scratch.keys[1][skipped:])
-            begin = order_keys(cache, table, target, lowest, first, n, block.rows, tile) - skipped
-            past_keys = 0 if shape.window else self._library_keys(first, tile)
+        keys, past, past_keys, end = cache, None, 0, chunk_first + block.at + block.rows
+        fits = shape.window > 0 or end <= scratch.keys[0].shape[0] - ORDERED_SLACK
+        is_ordered = fits and not self._is_short(block.rows)
+        if is_ordered:
+            keys, is_after = scratch.keys, block.at > 0 and not shape.window
+            num_keys = min(end, block.rows + shape.window + tile.keys) if shape.window or is_after else end
+            order_keys(cache, table, keys, shape, first, n, num_keys, tile, is_after=is_after)
+            past_keys = 0 if shape.window else self._library_keys(chunk_first + block.at, tile)
             if past_keys:
                 past = attend_before(qkv, keys, shape, past_keys)
-        attend_chunk(
-            qkv, heads, keys, table, shape, first, n, tile, begin=begin, past=past, past_keys=past_keys
-        )
+        own = (qkv, heads, keys, table, shape, first, n, tile)
+        attend_chunk(*own, is_ordered=is_ordered, past=past, past_keys=past_keys)
         self._multiply(heads, attention.out, delta)
         add_norm(scratch.hidden[block.own], delta, layer.mlp.norm, normed, n, eps)
 

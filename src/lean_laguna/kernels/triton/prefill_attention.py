@@ -16,6 +16,7 @@ from torch import Tensor
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
+from lean_laguna.kernels.triton.prefill_keys import first_key
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, uses_maps
 
 _LOG2E = 1.4426950408889634
@@ -130,10 +131,7 @@ def _softplus(gate, DTYPE: tl.constexpr):
     return tl.where(gate > 20.0, gate, log1p).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["first", "begin", "past_keys"],
-    do_not_specialize_on_alignment=["table_ptr"],
-)
+@triton.jit(do_not_specialize=["past_keys"], do_not_specialize_on_alignment=["table_ptr"])
 def _chunk_kernel(
     qkv_ptr,
     out_ptr,
@@ -142,9 +140,8 @@ def _chunk_kernel(
     table_ptr,
     past_ptr,
     past_lse_ptr,
-    first,
+    first_ptr,
     num_tokens_ptr,
-    begin,
     past_keys,
     scale,
     k_scale,
@@ -177,6 +174,8 @@ def _chunk_kernel(
         return
     row = tile * QUERIES + tl.arange(0, QUERIES)
     live = row < num_tokens
+    first = tl.load(first_ptr)
+    begin = first_key(first, WINDOW) // KEYS * KEYS
     q_first = first + tile * QUERIES
     position = first + row
     last = first + num_tokens - 1
@@ -276,11 +275,11 @@ def attend_chunk(
     keys: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     shape: AttentionShape,
-    first: int,
+    first: Tensor,
     num_tokens: Tensor,
     tile: AttentionTile,
     *,
-    begin: int | None = None,
+    is_ordered: bool = False,
     past: tuple[Tensor, Tensor] | None = None,
     past_keys: int = 0,
 ) -> None:
@@ -290,18 +289,18 @@ def attend_chunk(
         qkv: [C, shape.width] q, k, v and gate; queries ready.
         out: [C, H * P], written for the chunk's tokens.
         keys: Keys and values, the chunk's own among them: pages [num_blocks, kv_block_size, J, P], or
-            [S, J, P] in order of position from ``begin`` on.
+            [S, J, P] as ``order_keys`` leaves them.
         table: [.] int32 block table of the sequence; unused with ordered keys.
         shape: Of this layer; causal.
-        first: Position of the chunk's first token.
+        first: [1] int32, position of the chunk's first token.
         num_tokens: [1] int32, tokens of the chunk.
         tile: By the layer's shape.
-        begin: Position of the first ordered key, a multiple of ``tile.keys``; None for pages.
+        is_ordered: Keys are not in pages.
         past: From ``attend_before``, whose keys are not read again; or None.
         past_keys: How many those are, a multiple of ``tile.keys``.
     """
     H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    maps = begin is not None and uses_maps(tile, qkv.device)
+    maps = is_ordered and uses_maps(tile, qkv.device)
     cache = LayerCache(*keys)
     operands: tuple[object, ...] = cache[:2]
     if maps:
@@ -318,7 +317,6 @@ def attend_chunk(
         lse,
         first,
         num_tokens,
-        begin or 0,
         past_keys,
         P**-0.5 * _LOG2E,
         cache.k_scale,
@@ -334,8 +332,8 @@ def attend_chunk(
         GATE=shape.has_gate,
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        KV_BLOCK=cache.keys.shape[1] if begin is None else 1,
-        PAGED=begin is None,
+        KV_BLOCK=1 if is_ordered else cache.keys.shape[1],
+        PAGED=not is_ordered,
         MAPS=maps,
         PAST=past is not None,
         STAGES=tile.stages,

@@ -19,7 +19,7 @@ READY_ROWS = 16
 """Tokens of a program that makes heads ready."""
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["table_ptr"])
 def _ready_kernel(
     qkv_ptr,
     q_norm_ptr,
@@ -29,7 +29,7 @@ def _ready_kernel(
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
-    first,
+    first_ptr,
     num_tokens_ptr,
     eps,
     k_scale,
@@ -46,7 +46,7 @@ def _ready_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     live = row < tl.load(num_tokens_ptr)
-    position = first + row
+    position = tl.load(first_ptr) + row
     d = tl.arange(0, P)
     at = row.to(tl.int64) * WIDTH + head * P
     if head < H:
@@ -72,7 +72,7 @@ def ready_heads(
     cache: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     shape: AttentionShape,
-    first: int,
+    first: Tensor,
     num_tokens: Tensor,
     *,
     eps: float,
@@ -86,7 +86,7 @@ def ready_heads(
         cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the tokens' slots written.
         table: [.] int32 block table of the sequence.
         shape: Of this layer.
-        first: Position of the chunk's first token.
+        first: [1] int32, position of the chunk's first token.
         num_tokens: [1] int32, tokens of the chunk.
         eps: Of the norms.
     """
@@ -116,16 +116,20 @@ def ready_heads(
     )
 
 
-@triton.jit(do_not_specialize=["begin", "lowest", "first"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit
+def first_key(first, WINDOW: tl.constexpr):
+    """Return the first position that a chunk from position ``first`` on sees."""
+    return tl.maximum(first - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+
+@triton.jit(do_not_specialize_on_alignment=["table_ptr"])
 def _order_kernel(
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
     k_ptr,
     v_ptr,
-    begin,
-    lowest,
-    first,
+    first_ptr,
     num_tokens_ptr,
     k_scale,
     v_scale,
@@ -133,14 +137,23 @@ def _order_kernel(
     BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    position = begin + row
+    first = tl.load(first_ptr)
+    lowest = first_key(first, WINDOW)
+    if AFTER:
+        lowest = first // KEYS * KEYS
+    position = lowest // KEYS * KEYS + row
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = (position >= lowest) & (position < first + tl.load(num_tokens_ptr))
     page = tl.load(table_ptr + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
     source = (page * KV_BLOCK + position % KV_BLOCK)[:, None] * SIZE + i[None, :]
-    target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
+    # Later blocks of a chunk fill up what those before have left.
+    place = position if AFTER else row
+    target = place.to(tl.int64)[:, None] * SIZE + i[None, :]
     inside = (i < SIZE)[None, :]
     mask = real[:, None] & inside
     k = tl.load(k_cache_ptr + source, mask=mask, other=0.0)
@@ -153,39 +166,41 @@ def order_keys(
     cache: LayerCache | tuple[Tensor, Tensor],
     table: Tensor,
     ordered: tuple[Tensor, Tensor],
-    lowest: int,
-    first: int,
+    shape: AttentionShape,
+    first: Tensor,
     num_tokens: Tensor,
-    rows: int,
+    num_keys: int,
     tile: AttentionTile,
-) -> int:
-    """Copy keys and values out of their pages, in order, from ``lowest`` to the chunk's last.
+    *,
+    is_after: bool = False,
+) -> None:
+    """Copy keys and values out of their pages, in order, up to the chunk's last.
+
+    The first row of ``ordered`` is of position 0, or with a window of the first that is seen, rounded down to
+    a multiple of ``tile.keys``.
 
     Args:
         cache: Pages, [num_blocks, kv_block_size, J, P] each.
         table: [.] int32 block table of the sequence.
-        ordered: [S, J, P] each, written; S at least ``first + rows - lowest + 2 * tile.keys``.
-        lowest: First position wanted.
-        first: Position of the chunk's first token.
+        ordered: [S, J, P] each, written; S at least what ``num_keys`` comes to.
+        shape: Of this layer.
+        first: [1] int32, position of the chunk's first token.
         num_tokens: [1] int32, tokens of the chunk.
-        rows: Its padded shape.
-        tile: Of the attention that follows, whose blocks of keys are filled up with zeros.
-
-    Returns:
-        Position of the first row of ``ordered``.
+        num_keys: At least the keys seen and the rows padded with; rows are written up to a multiple of
+            ``tile.keys`` beyond them, what holds no key with zeros.
+        tile: Of the attention that follows.
+        is_after: In a layer without a window: those before the chunk are there already; ``num_keys`` counts
+            the rest.
     """
-    begin = lowest // tile.keys * tile.keys
     cache = LayerCache(*cache)
     size = cache.keys.shape[2] * cache.keys.shape[3]
     block = min(1024, power_of_two(size))
     part = min(8, tile.keys)
-    _order_kernel[(cdiv(first + rows - begin, tile.keys) * tile.keys // part, cdiv(size, block))](
+    _order_kernel[(cdiv(num_keys, tile.keys) * tile.keys // part, cdiv(size, block))](
         cache.keys,
         cache.values,
         table,
         *ordered,
-        begin,
-        lowest,
         first,
         num_tokens,
         cache.k_scale,
@@ -194,11 +209,8 @@ def order_keys(
         BLOCK=block,
         KV_BLOCK=cache.keys.shape[1],
         ROWS=part,
+        WINDOW=shape.window,
+        KEYS=tile.keys,
+        AFTER=is_after,
         num_warps=4,
     )
-    return begin
-
-
-def lowest_key(shape: AttentionShape, first: int) -> int:
-    """Return the first position that a chunk from position ``first`` on sees."""
-    return max(0, first - shape.window + 1) if shape.window else 0

@@ -23,25 +23,29 @@ def _store_normed(h, d, out_ptr, weight_ptr, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows_ptr, eps, M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(num_rows_ptr):
+        return
     d = tl.arange(0, BLOCK)
     h = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0)
     _store_normed(h, d, out_ptr + row * D, weight_ptr + row % M * D, eps, D)
 
 
-def norm_rows(x: Tensor, weights: Tensor, out: Tensor, num_rows: int, eps: float) -> None:
+def norm_rows(x: Tensor, weights: Tensor, out: Tensor, num_rows: Tensor, eps: float) -> None:
     """Normalise rows.
 
     Args:
         x: [R, D].
         weights: [M, D]; row i takes weight i modulo M.
         out: [R, D], written; may be ``x``.
-        num_rows: How many, at most R.
+        num_rows: [1] int32, how many.
         eps: Of the norm.
     """
     M, D = weights.shape
-    _norm_kernel[(num_rows,)](x, weights, out, eps, M=M, D=D, BLOCK=power_of_two(D), num_warps=8)
+    _norm_kernel[(x.shape[0],)](x, weights, out, num_rows, eps, M=M, D=D, BLOCK=power_of_two(D), num_warps=8)
 
 
 @triton.jit

@@ -25,11 +25,13 @@ class Block:
         at: First row in the chunk.
         rows: Its padded shape.
         length: [1] int32 on the device, tokens of it.
+        first: [1] int32 likewise, position of the first of them.
     """
 
     at: int
     rows: int
     length: Tensor
+    first: Tensor
 
     @property
     def own(self) -> slice:
@@ -59,10 +61,9 @@ class PrefillScratch:
         rows: C, the most tokens of a chunk.
         block: Tokens of a block; C is a multiple of it.
         input_ids: [C] int32, where a caller may put the chunk's tokens.
-        length: [1] int32, tokens of the chunk.
-        lengths: [C / block, 4] int32, tokens of each block in the first column: on 16 bytes, for kernels are
-            compiled anew for addresses that are not.
-        starts: [C / block, 1] int32, its first row.
+        numbers: [1 + C / block, 8] int32: tokens of the chunk, and of each block, in column 0, and positions
+            of their first ones in column 4: on 16 bytes, for kernels are compiled anew for addresses that
+            are not.
         hidden: [C, D] residual stream.
         normed: [C, D].
         room: Flat; what lives within a part of a layer, first of all what that adds: see ``delta``.
@@ -75,9 +76,7 @@ class PrefillScratch:
     rows: int
     block: int
     input_ids: Tensor
-    length: Tensor
-    lengths: Tensor
-    starts: Tensor
+    numbers: Tensor
     hidden: Tensor
     normed: Tensor
     room: Tensor
@@ -116,9 +115,7 @@ class PrefillScratch:
             rows=rows,
             block=block,
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
-            length=torch.zeros(1, dtype=torch.int32, device=device),
-            lengths=torch.zeros(rows // block, 4, dtype=torch.int32, device=device),
-            starts=torch.arange(0, rows, block, dtype=torch.int32, device=device)[:, None],
+            numbers=torch.zeros(1 + rows // block, 8, dtype=torch.int32, device=device),
             hidden=empty(rows, D),
             normed=empty(rows, D),
             room=room,
@@ -146,13 +143,25 @@ class PrefillScratch:
         D, num = self.hidden.shape[1], self.keys[0].numel()
         return self.room[self.block * D + 2 * num :]
 
+    @property
+    def length(self) -> Tensor:
+        """[1] int32, tokens of the chunk."""
+        return self.numbers[0, :1]
+
+    def note(self, first: int, num_tokens: int) -> None:
+        """Tell the device where a chunk starts and how long it is."""
+        spans = [(first, num_tokens)]
+        for at in range(0, self.rows, self.block):
+            spans.append((first + at, max(0, min(self.block, num_tokens - at))))
+        rows = [[num, 0, 0, 0, position, 0, 0, 0] for position, num in spans]
+        host = torch.tensor(rows, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
+        self.numbers[: len(rows)].copy_(host, non_blocking=True)
+
     def blocks(self, num_tokens: int) -> list[Block]:
-        """Note a chunk's length on the device, and return its blocks."""
-        self.length.fill_(num_tokens)
-        self.lengths.copy_((num_tokens - self.starts).clamp_(0, self.block))
+        """Return the blocks of a chunk; what they hold was, or will be, told by ``note``."""
         return [
-            Block(at, block_rows(min(self.block, num_tokens - at), self.block), self.lengths[i, :1])
-            for i, at in enumerate(range(0, num_tokens, self.block))
+            Block(at, block_rows(min(self.block, num_tokens - at), self.block), own[:1], own[4:5])
+            for at, own in zip(range(0, num_tokens, self.block), self.numbers[1:], strict=False)
         ]
 
 

@@ -16,7 +16,7 @@ PAGE, BLOCKS, FIRST, TOKENS, ROWS = 4, 16, 5, 21, 32
 
 
 @pytest.mark.parametrize("config", [laguna_json(), zlab_json(), speculators_json()])
-def test_a_chunks_context_equals_the_modules(config, device, poisoned):
+def test_a_chunks_context_equals_the_modules(config, device, poisoned, count):
     drafter = copy.deepcopy(random_drafter(config)).to(device)
     weights = drafter_weights(drafter, 64)
     num_layers, J, P = len(weights.layers), drafter.config.num_key_value_heads, drafter.config.head_dim
@@ -32,8 +32,8 @@ def test_a_chunks_context_equals_the_modules(config, device, poisoned):
     sums = torch.zeros(ROWS, D, device=device)
     for i in range(taps.shape[1]):
         room = poisoned(ROWS, D, of=torch.float32), poisoned(8, D, of=torch.float32)
-        fold_tap(weights, i, taps[:, i].contiguous(), sums, TOKENS, room)
-    append_chunk_context(weights, cache, sums, table, FIRST, TOKENS, buffers)
+        fold_tap(weights, i, taps[:, i].contiguous(), sums, count(TOKENS), room)
+    append_chunk_context(weights, cache, sums, table, count(FIRST), count(TOKENS), buffers)
     slots = table[at // PAGE].long(), at % PAGE
     for i, layer in enumerate(drafter.layers):
         keys, values = layer.dense_context_kv(context, cos, sin)

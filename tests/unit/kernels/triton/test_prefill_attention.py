@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.prefill_attention import attend_chunk
-from lean_laguna.kernels.triton.prefill_keys import lowest_key, order_keys, ready_heads
+from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile
 from lean_laguna.kernels.triton.weights import rotary_tables
 from lean_laguna.quant.fp8 import encode_values
@@ -46,7 +46,7 @@ def test_a_chunk_attends_as_plain_attention_does(
     table = torch.randperm(32, device=device).to(torch.int32) + 1
     cache = tuple(poisoned(33, PAGE, J, P) for _ in range(2))
     before = tuple(draw(first, J, P) for _ in range(2))
-    lowest = lowest_key(shape, first)
+    lowest = max(0, first - shape.window + 1) if shape.window else 0
     at = torch.arange(lowest, first, device=device)
     for pages, kept in zip(cache, before, strict=True):
         pages[table[at // PAGE].long(), at % PAGE] = kept[lowest:]
@@ -61,11 +61,11 @@ def test_a_chunk_attends_as_plain_attention_does(
     q, k = plain.rotate(q, cos, sin), plain.rotate(k, cos, sin)
     keys, values = torch.cat((before[0], k)), torch.cat((before[1], v))
 
-    ready_heads(qkv, norms, rotary, cache, table, shape, first, length, eps=EPS)
-    begin, past, past_keys, taken = None, None, 0, cache
+    ready_heads(qkv, norms, rotary, cache, table, shape, count(first), length, eps=EPS)
+    past, past_keys, taken = None, 0, cache
     if source != "pages":
         taken = tuple(poisoned(128, J, P) for _ in range(2))
-        begin = order_keys(cache, table, taken, lowest, first, length, rows, TILE)
+        order_keys(cache, table, taken, shape, count(first), length, first + rows, TILE)
     if source == "past":
         # What a library would have found, the whole padded chunk's.
         past_keys = first // 32 * 32
@@ -77,9 +77,8 @@ def test_a_chunk_attends_as_plain_attention_does(
         past[1][:, :n] = scores.logsumexp(-1)
         for ordered in taken:
             ordered[:past_keys] = float("nan")
-    attend_chunk(
-        qkv, out, taken, table, shape, first, length, TILE, begin=begin, past=past, past_keys=past_keys
-    )
+    own = (qkv, out, taken, table, shape, count(first), length, TILE)
+    attend_chunk(*own, is_ordered=source != "pages", past=past, past_keys=past_keys)
 
     expected = plain.attention(q, keys, values, positions, window=shape.window)
     if shape.has_gate:
@@ -93,20 +92,36 @@ def test_a_chunk_attends_as_plain_attention_does(
         torch.testing.assert_close(found, new, atol=bound, rtol=bound)
 
 
-def test_ordered_keys_end_in_zeros(draw, device, poisoned, count, dtype):
+@pytest.mark.parametrize("window", [7, 0])
+def test_ordered_keys_end_in_zeros(draw, device, poisoned, count, dtype, window):
+    shape = dataclasses.replace(FULL, window=window)
     cache = tuple(poisoned(9, PAGE, J, P) for _ in range(2))
     table = torch.randperm(8, device=device).to(torch.int32) + 1
-    want = draw(9, J, P)
-    at = torch.arange(18, 27, device=device)
+    lowest, begin = (18, 16) if window else (0, 0)
+    want = draw(27 - lowest, J, P)
+    at = torch.arange(lowest, 27, device=device)
     for pages in cache:
         pages[table[at // PAGE].long(), at % PAGE] = want
-    ordered = tuple(poisoned(20, J, P) for _ in range(2))
-    assert order_keys(cache, table, ordered, 18, 24, count(3), 3, TILE) == 16
+    ordered = tuple(poisoned(40, J, P) for _ in range(2))
+    order_keys(cache, table, ordered, shape, count(24), count(3), 27 - begin, TILE)
+    whole = (27 - begin + 15) // 16 * 16
     for found in ordered:
-        assert torch.equal(found[2:11], want)
-        assert not found[:2].any()
-        assert not found[11:16].any()
-        assert found[16:].isnan().all()
+        assert torch.equal(found[lowest - begin : 27 - begin], want)
+        assert not found[: lowest - begin].any()
+        assert not found[27 - begin : whole].any()
+        assert found[whole:].isnan().all()
+
+
+def test_later_keys_are_ordered_behind_those_before(draw, device, poisoned, count, dtype):
+    cache = tuple(draw(13, PAGE, J, P) for _ in range(2))
+    table = torch.randperm(12, device=device).to(torch.int32) + 1
+    ordered = tuple(poisoned(64, J, P) for _ in range(2))
+    order_keys(cache, table, ordered, FULL, count(40), count(3), 19, TILE, is_after=True)
+    at = torch.arange(32, 43, device=device)
+    for found, pages in zip(ordered, cache, strict=True):
+        assert found[:32].isnan().all()
+        assert torch.equal(found[32:43], pages[table[at // PAGE].long(), at % PAGE])
+        assert not found[43:64].any()
 
 
 @pytest.mark.parametrize(("shape", "first", "n"), [(FULL, 9, 7), (SLIDING, 48, 19)])
@@ -125,22 +140,22 @@ def test_pages_of_codes_are_read_as_the_numbers_they_stand_for(
     kept = [encode_values(pages, torch.tensor(s)) for pages, s in zip(plain, scales, strict=True)]
     coded = LayerCache(*kept, *scales)
     again = qkv.clone()
-    ready_heads(again, norms, rotary, coded, table, shape, first, length, eps=EPS)
-    ready_heads(qkv, norms, rotary, plain, table, shape, first, length, eps=EPS)
+    ready_heads(again, norms, rotary, coded, table, shape, count(first), length, eps=EPS)
+    ready_heads(qkv, norms, rotary, plain, table, shape, count(first), length, eps=EPS)
     for pages, codes, scale in zip(plain, kept, scales, strict=True):
         new = pages[table[at // PAGE].long(), at % PAGE]
         found = codes.view(torch.uint8)[table[at // PAGE].long(), at % PAGE]
         assert torch.equal(found, encode_values(new, torch.tensor(scale)).view(torch.uint8))
         assert (found & 127 == 126).any() or scale > 0.01  # some are cut off
     numbers = tuple((codes.float() * s).to(dtype) for codes, s in zip(kept, scales, strict=True))
-    lowest = lowest_key(shape, first)
     found = []
     for cache in (coded, numbers):
         ordered = tuple(poisoned(128, J, P) for _ in range(2))
-        begin = order_keys(cache, table, ordered, lowest, first, length, rows, TILE)
-        for taken, start in ((ordered, begin), (cache, None)):
+        order_keys(cache, table, ordered, shape, count(first), length, first + rows, TILE)
+        for taken in (ordered, cache):
             out = poisoned(rows, shape.num_heads * P)
-            attend_chunk(qkv, out, taken, table, shape, first, length, TILE, begin=start)
+            own = (qkv, out, taken, table, shape, count(first), length, TILE)
+            attend_chunk(*own, is_ordered=taken is ordered)
             found.append(out[:n])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])

@@ -60,10 +60,10 @@ def test_experts_equal_their_twin(plain, draw, poisoned, count, device, dtype, f
     assert torch.equal(tap[:, 1], found)
 
 
-def test_rows_are_normalised_in_place_each_by_its_weight(plain, draw, device, tolerance):
+def test_rows_are_normalised_in_place_each_by_its_weight(plain, draw, count, device, tolerance):
     x, weights = draw(6, D), draw(3, D)
     found = x.clone()
-    norm_rows(found, weights, found, 5, 1e-6)
+    norm_rows(found, weights, found, count(5), 1e-6)
     for i in range(5):
         want = plain.rms_norm(x[i : i + 1], weights[i % 3], 1e-6)
         torch.testing.assert_close(found[i : i + 1], want, atol=tolerance, rtol=tolerance)

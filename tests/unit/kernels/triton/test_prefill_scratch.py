@@ -26,15 +26,16 @@ def test_blocks_are_padded_to_a_few_shapes():
 
 def test_a_chunks_blocks_know_their_rows_and_tokens(weights):
     scratch = PrefillScratch.allocate(weights, 64, block=16)
+    scratch.note(160, 37)
     blocks = scratch.blocks(37)
-    assert [(block.at, block.rows, block.length.item()) for block in blocks] == [
-        (0, 16, 16),
-        (16, 16, 16),
-        (32, 16, 5),
+    assert [(b.at, b.rows, b.length.item(), b.first.item()) for b in blocks] == [
+        (0, 16, 16, 160),
+        (16, 16, 16, 176),
+        (32, 16, 5, 192),
     ]
     assert scratch.length.item() == 37
-    assert scratch.lengths[:, 0].tolist() == [16, 16, 5, 0]
-    assert all(block.length.data_ptr() % 16 == 0 for block in blocks)
+    assert scratch.numbers[:, 0].tolist() == [37, 16, 16, 5, 0]
+    assert all(t.data_ptr() % 16 == 0 for block in blocks for t in (block.length, block.first))
     assert scratch.hidden[blocks[2].own].shape[0] == 16
 
 
