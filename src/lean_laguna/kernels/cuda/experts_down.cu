@@ -4,32 +4,34 @@
 // ascending id: no scatter, no atomic, and a token's sum has one order whichever experts other tokens chose.
 // It routes by itself: the kernel before (experts_up) lets this one start when the router's scores are there, so the
 // right weights stream before the experts' activations are.
-#include "packed.cuh"
 #include "routing.cuh"
 
 #define PART (F / WARPS)
 #define SHARED_PART (FS / WARPS)
+#define STEPS (PART / 32)
+#define SHARED_STEPS (SHARED_PART / 32)
+// Experts whose weights are on their way.
+#define AHEAD (RING / (2 * STEPS))
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
 
 KERNEL(WARPS * 32, PROGRAMS)
-experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const float *bias, const u16 *weight, const u32 *scales,
-             const u16 *shared_weight, const u32 *shared_scales, const float *factors, u16 *hidden, u16 *tap,
-             const int *num_rows, float scaling, float softcap, int tap_stride) {
-    using Own = Pair<FORMAT, F, WARPS>;
-    using SharedOwn = Pair<FORMAT, FS, WARPS>;
-    enum { STEPS = Own::STEPS, ITEMS = Own::ITEMS, COLUMNS = Own::COLUMNS, AHEAD = RING / (STEPS * ITEMS) };
+experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const float *bias, const u16 *weight,
+             const u16 *shared_weight, u16 *hidden, u16 *tap, const int *num_rows, float scaling, float softcap,
+             int tap_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING * WARPS * 256;
     u16 *shared_tokens = tokens + COLS * A * STRIDE;
     float *sums = (float *)(shared_tokens + COLS * SHARED_STRIDE);
     Routing &routing = *(Routing *)(sums + WARPS * COLS * 32);
     Contest &contest = *(Contest *)(&routing + 1);
-    u32 *words = (u32 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0)) + threadIdx.x;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     stamp(STARTED);
-    const SharedOwn shared_own(shared_weight, shared_scales, blockIdx.x, warp, g, t);
+    // Where this lane's part of row g starts: of the shared expert, and of a routed one. Row g + 8 lies eight rows on.
+    const u16 *shared_own = shared_weight + (size_t)(blockIdx.x * 16 + g) * FS + warp * SHARED_PART + 8 * t;
+    const u16 *first_own = weight + (size_t)(blockIdx.x * 16 + g) * F + warp * PART + 8 * t;
+    auto own_of = [&](int slot) { return first_own + (size_t)routing.experts[slot] * N * F; };
     const int live = min(load_fresh32(num_rows), COLS);
 #if COLS == 1
     route_one(routing, contest, scores, thread < E ? bias[thread] : 0.0f, live > 0, softcap);
@@ -40,30 +42,32 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
     route(routing, scores, own_bias, live, softcap);
 #endif
     stamp(ROUTED);
-    uint4 shared_rows[SharedOwn::STEPS][2];
-    u32 shared_words[SharedOwn::STEPS][2];
+    uint4 shared_rows[SHARED_STEPS][2];
 #pragma unroll
-    for (int j = 0; j < SharedOwn::STEPS; j++)
+    for (int j = 0; j < SHARED_STEPS; j++)
 #pragma unroll
-        for (int half = 0; half < ITEMS; half++) {
-            shared_rows[j][half] = *(const uint4 *)shared_own.codes(j, half);
-            shared_words[j][half] = FORMAT == PLAIN ? 0 : *shared_own.scales(j, half);
-        }
+        for (int half = 0; half < 2; half++) shared_rows[j][half] = *(const uint4 *)(shared_own + half * 8 * FS + j * 32);
     const int num_slots = routing.num_slots;
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         if (i < num_slots) {
-            const Own own(weight, scales, (size_t)routing.experts[i] * (N / 16) + blockIdx.x, warp, g, t);
+            const u16 *own = own_of(i);
 #pragma unroll
             for (int k = 0; k < STEPS; k++)
 #pragma unroll
-                for (int half = 0; half < ITEMS; half++) {
-                    const int item = (i * STEPS + k) * ITEMS + half;
-                    copy_packed<FORMAT>(slot + item * WARPS * 256, words + item * WARPS * 32, own.codes(k, half),
-                                        own.scales(k, half));
-                }
+                for (int half = 0; half < 2; half++)
+                    copy_async(slot + ((i * STEPS + k) * 2 + half) * WARPS * 256, own + half * 8 * F + k * 32, true);
         }
+#if REST_AHEAD
+    // What the ring has no room for, into L2: lines of 64 columns.
+    for (int i = AHEAD + t; i < num_slots; i += 4)
+#pragma unroll
+        for (int k = 0; k < PART; k += 64) {
+            prefetch_line(own_of(i) - 8 * t + k);
+            prefetch_line(own_of(i) - 8 * t + k + 8 * F);
+        }
+#endif
     let_next_start();
     stamp(ASKED);
     wait_for_inputs();
@@ -94,46 +98,36 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
             const int rank8 = has_high ? routing.rank[expert][g + 8] : NOT_CHOSEN;
             const bool takes = rank != NOT_CHOSEN, takes8 = rank8 != NOT_CHOSEN;
             const u16 *a = a_at + (takes ? rank : 0) * STRIDE, *a8 = a8_at + (takes8 ? rank8 : 0) * STRIDE;
-            const Own own(weight, scales, (size_t)routing.experts[next < num_slots ? next : 0] * (N / 16) + blockIdx.x,
-                          warp, g, t);
-            const float factor = FORMAT == FP4 ? factors[routing.experts[expert] * 3 + 2] : 1.0f;
+            const u16 *own = own_of(next < num_slots ? next : 0);
             float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
             for (int k = 0; k < STEPS; k++) {
                 uint4 w[2];
-                u32 word[2];
-                // All of a step's items: the next are issued after the last is taken.
-                wait_for_stream<RING - ITEMS>();
+                // Both of a step's items: the next are issued after the last is taken.
+                wait_for_stream<RING - 2>();
 #pragma unroll
-                for (int half = 0; half < ITEMS; half++) {
-                    const int item = (i * STEPS + k) * ITEMS + half;
-                    w[half] = *(const uint4 *)(slot + item * WARPS * 256);
-                    word[half] = FORMAT == PLAIN ? 0 : words[item * WARPS * 32];
-                }
+                for (int half = 0; half < 2; half++)
+                    w[half] = *(const uint4 *)(slot + ((i * STEPS + k) * 2 + half) * WARPS * 256);
+                const uint4 low = takes ? *(const uint4 *)(a + k * 32) : zero;
+                const uint4 high = takes8 ? *(const uint4 *)(a8 + k * 32) : zero;
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
-                    const int n = k * COLUMNS + c;
-                    multiply_chunk<FORMAT>(even, odd, takes ? *(const uint4 *)(a + n * 32) : zero,
-                                           takes8 ? *(const uint4 *)(a8 + n * 32) : zero, w, word, c);
-                }
+                for (int half = 0; half < 2; half++) multiply_block(even[half], odd[half], low, high, w[half]);
 #pragma unroll
-                for (int half = 0; half < ITEMS; half++) {
-                    const int item = (i * STEPS + k) * ITEMS + half;
-                    stream_packed<FORMAT>(slot + item * WARPS * 256, words + item * WARPS * 32, own.codes(k, half),
-                                          own.scales(k, half), next < num_slots);
-                }
+                for (int half = 0; half < 2; half++)
+                    stream(slot + ((i * STEPS + k) * 2 + half) * WARPS * 256, own + half * 8 * F + k * 32,
+                           next < num_slots);
             }
             const float by = takes ? routing.slot_weights[expert][g] : 0.0f;
             const float by8 = takes8 ? routing.slot_weights[expert][g + 8] : 0.0f;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (takes) {
-                    total[half][0] += (even[half][0] + odd[half][0]) * factor * by;
-                    total[half][1] += (even[half][1] + odd[half][1]) * factor * by;
+                    total[half][0] += (even[half][0] + odd[half][0]) * by;
+                    total[half][1] += (even[half][1] + odd[half][1]) * by;
                 }
                 if (takes8) {
-                    total[half][2] += (even[half][2] + odd[half][2]) * factor * by8;
-                    total[half][3] += (even[half][3] + odd[half][3]) * factor * by8;
+                    total[half][2] += (even[half][2] + odd[half][2]) * by8;
+                    total[half][3] += (even[half][3] + odd[half][3]) * by8;
                 }
             }
         }
@@ -143,14 +137,12 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
     float *mine = sums + (warp * COLS + g) * 32 + 2 * t;
     float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-    for (int k = 0; k < SharedOwn::STEPS; k++)
+    for (int k = 0; k < SHARED_STEPS; k++) {
+        const u16 *a = shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t + k * 32;
+        const uint4 low = has_low ? *(const uint4 *)a : zero, high = has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            const u16 *a = shared_tokens + g * SHARED_STRIDE + warp * SHARED_PART + 8 * t + (k * COLUMNS + c) * 32;
-            multiply_chunk<FORMAT>(even, odd, has_low ? *(const uint4 *)a : zero,
-                                   has_high ? *(const uint4 *)(a + 8 * SHARED_STRIDE) : zero, shared_rows[k],
-                                   shared_words[k], c);
-        }
+        for (int half = 0; half < 2; half++) multiply_block(even[half], odd[half], low, high, shared_rows[k][half]);
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (g < COLS) {
@@ -169,7 +161,6 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
             routed += sums[(w * COLS + token) * 32 + thread % 16];
             shared += sums[(w * COLS + token) * 32 + 16 + thread % 16];
         }
-        if (FORMAT == FP4) shared *= factors[E * 3 + 2];
         const float y = rounded(rounded(rounded(routed) * scaling) + rounded(shared));
         const u16 result = to_bf16(old + y);
         *out = result;

@@ -14,13 +14,7 @@ from torch import Tensor
 from lean_laguna.kernels.cuda import packed_products
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
-from lean_laguna.kernels.cuda.formats import (
-    code_of,
-    expert_factors,
-    fits,
-    scale_words,
-    tall_log,
-)
+from lean_laguna.kernels.cuda.formats import fits
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
 from lean_laguna.kernels.triton.experts import Routing
@@ -61,8 +55,6 @@ ADD_RING, LONE_ADD_RING = 24, 16
 DOWN_RING = 8
 LONE_DOWN_RING = 16
 """The same of down for a lone row, whose activations take little room: half of its weights."""
-PACKED_RING = 8
-"""The same where a load brings more columns, and scales."""
 PROGRAMS = 2
 """Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
 first takes its place."""
@@ -75,24 +67,12 @@ everywhere, which a cluster of programs needs."""
 MAX_EXPERTS = 256
 
 
-def _item_bytes(weight: Weight) -> int:
-    """Return the bytes of shared memory that a lane's item takes: codes, and a word of scales."""
-    return 20 if isinstance(weight, Packed) else 16
-
-
 def _ring(num_loads: int, most: int = 0) -> int:
     """Return a ring's length: units as a whole if they fit, otherwise an even part of one."""
     most = most or MAX_RING
     if num_loads <= most:
         return num_loads * (most // num_loads)
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
-
-
-def _chunks(weight: Weight) -> int:
-    """Return the groups of eight columns in 16 bytes of a row."""
-    if not isinstance(weight, Packed):
-        return 1
-    return 4 if weight.kind in ("fp4", "int4") else 2
 
 
 def _is_bulk(weight: Weight) -> bool:
@@ -115,8 +95,10 @@ def _units(weight: Weight, cols: int, plan: Plan) -> tuple[dict[str, int], int]:
     return constants | {"K": k, "WARPS": WARPS, "COLS": cols}, room + 2 * WARPS * cols * 8 * 4
 
 
-def _codes(weight: Weight) -> Tensor:
-    return weight.codes if isinstance(weight, Packed) else weight
+def _plain(weight: Weight) -> Tensor:
+    """Return a weight that is not packed; packed ones have been sent elsewhere."""
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _num_programs(x: Tensor, plan: Plan) -> int:
@@ -129,7 +111,7 @@ def fits_project(weight: Weight, *, gated: bool = False) -> bool:
     if isinstance(weight, Packed):
         return packed_products.fits_project(weight, gated=gated)
     n, k = weight.shape
-    return k % (THREADS * _chunks(weight)) == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight)
+    return k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight)
 
 
 def project(
@@ -182,7 +164,7 @@ def project(
     arguments = (
         x,
         norm,
-        _codes(weight),
+        _plain(weight),
         out,
         normed,
         num_rows,
@@ -326,7 +308,7 @@ def _run_up(
     programs = LONE_PROGRAMS if cols == 1 else plan.programs
     source = Source.of("experts_up", PROGRAMS=programs, **constants | _constants(mlp, launch))
     shared = room + routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
-    weights = (_codes(mlp.gate_up), _codes(shared_up))
+    weights = (_plain(mlp.gate_up), _plain(shared_up))
     outs = (routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
     arguments = (normed, scores, mlp.bias, *weights, *outs)
     launch_kernel(source, _num_programs(normed, plan), THREADS, shared, arguments, launch)
@@ -345,18 +327,13 @@ def _run_down(
     """Route again, and add the experts' weighted sum and the shared expert's to the residual stream."""
     experts, d, f = mlp.down.shape
     fs, cols, top_k = mlp.shared_down.shape[1], launch.cols, mlp.top_k
-    down_tall, factors = tall_log(mlp.down, mlp.shared_down), expert_factors(mlp)
-    ring = _ring(2 * f // THREADS // _chunks(mlp.down), LONE_DOWN_RING if cols == 1 else DOWN_RING)
+    ring = _ring(2 * f // THREADS, LONE_DOWN_RING if cols == 1 else DOWN_RING)
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    own = {"FORMAT": code_of(mlp.down), "TALL": down_tall, "RING": ring, "PROGRAMS": programs}
-    source = Source.of("experts_down", N=d, **own, **_constants(mlp, launch))
+    source = Source.of("experts_down", N=d, RING=ring, PROGRAMS=programs, **_constants(mlp, launch))
     staged = cols * top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    shared = ring * THREADS * _item_bytes(mlp.down) + staged + WARPS * cols * 32 * 4
+    shared = ring * THREADS * 16 + staged + WARPS * cols * 32 * 4
     shared += routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
-    routed_weights = (_codes(mlp.down), scale_words(mlp.down, down_tall, pairs=True))
-    shared_words = scale_words(mlp.shared_down, down_tall, pairs=True)
-    shared_weights = (_codes(mlp.shared_down), shared_words, factors)
     activations = (routing.act, shared_act, scores, mlp.bias)
     numbers = (float(mlp.scaling), float(mlp.softcap), 0 if tap is None else tap.stride(0))
-    arguments = (*activations, *routed_weights, *shared_weights, hidden, tap, num_rows, *numbers)
+    arguments = (*activations, _plain(mlp.down), _plain(mlp.shared_down), hidden, tap, num_rows, *numbers)
     launch_kernel(source, d // 16, THREADS, shared, arguments, launch)
