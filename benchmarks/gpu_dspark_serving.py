@@ -26,6 +26,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from calibration import half_of_documents
 from gpu_step_trace import StepTrace
 
 from lean_laguna.core.provenance import describe_run
@@ -292,10 +293,10 @@ class Bench:
     def ece(self, result: dict[str, Any]) -> None:
         """How far the engine's own confidences can be believed: held-out texts, all seven drafts sent."""
         tiny = self.args.tiny
-        stream = load_tokens(self.args.data, "val")
+        stream = half_of_documents(load_tokens(self.args.data, "val"), 1)  # of the calibration's check
         count, size, new = (3, 8, 8) if tiny else (self.args.num_texts, 64, 256)
         options = {"max_model_len": 64 if tiny else 512, "kv_cache_memory_bytes": None if tiny else 1 << 30}
-        spark = self.engine("nano", "nano-dspark", **options)
+        spark = self.engine("nano", self.args.drafter, **options)
         starts = range(0, len(stream) - size, (len(stream) - size) // count)
         prompts = [stream[start : start + size].tolist() for start in starts][:count]
         inner, blocks = spark._commit, []
@@ -412,6 +413,7 @@ def main() -> None:
         "--data", type=Path, default=Path("runs/nano/data-cut"), help="of ece: its held-out text"
     )
     parser.add_argument("--num-texts", type=int, default=384, help="of ece")
+    parser.add_argument("--drafter", default="nano-dspark", help="of ece")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()

@@ -1,5 +1,7 @@
 """Calibrating a DSpark drafter's confidences on held-out text, walked as serving walks.
 
+Walked with as many drafts as serving sends: where more are sent, an easy stretch is one block instead of
+several, and counts less. A fit on blocks of 15 promises too little of blocks of 7.
 All sequences fit it; how far it can be believed is said by fits on half of them, about the other half.
 """
 
@@ -22,13 +24,15 @@ from lean_laguna.train.drafter_eval import document_text, slot_outcomes
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import accepted_lengths
 
+SERVED_DRAFTS = 7
+
 
 @torch.no_grad()
 def calibrate(
     drafter: DSparkDrafter,
     target: LagunaForCausalLM,
     held_out: dict[str, Generated],
-    num_report: int = 7,
+    num_served: int = SERVED_DRAFTS,
     rows: int = 16,
 ) -> dict[str, float]:
     """Fit the drafter's temperatures, in place, for greedy and for sampled requests.
@@ -37,7 +41,7 @@ def calibrate(
         drafter: With a confidence head; its config is replaced.
         target: Its target.
         held_out: Text by ``greedy`` and ``sampled``, of two sequences at least.
-        num_report: Positions whose error is averaged.
+        num_served: Drafts sent a block, the positions whose error is averaged.
         rows: Sequences at once.
 
     Returns:
@@ -47,11 +51,11 @@ def calibrate(
     figures: dict[str, float] = {}
     heads = drafter.heads
     for kind, text in held_out.items():
-        logits, accepted, sequence = visited_blocks(drafter, target, text, rows)
+        logits, accepted, sequence = visited_blocks(drafter, target, text, num_served, rows)
         found, chances = fit_and_check(logits, accepted, sequence)
         heads = with_calibration(heads, found, is_greedy=text.temperature == 0)
         for name, survival in (("before", Calibration().survival(logits)), ("after", chances)):
-            errors = survival_error(survival, accepted)[:num_report]
+            errors = survival_error(survival, accepted)[:num_served]
             figures[f"{kind}_ece_{name}"] = sum(errors) / len(errors)
             figures[f"{kind}_ece_{name}_max"] = max(errors)
     drafter.set_heads(heads)
@@ -92,7 +96,9 @@ def calibrate_documents(
     is_sampled = any(document.seed is not None and document.temperature for document in documents)
     drafter.set_heads(with_calibration(drafter.heads, found, is_greedy=not is_sampled))
     save_drafter(drafter, out, format=drafter.config.format, dtype=torch.bfloat16, provenance=provenance)
-    before, after = (survival_error(part, lengths) for part in (Calibration().survival(every), chances))
+    before, after = (
+        survival_error(part, lengths)[:SERVED_DRAFTS] for part in (Calibration().survival(every), chances)
+    )
     return {"ece_before": sum(before) / len(before), "ece_after": sum(after) / len(after)}
 
 
@@ -104,28 +110,52 @@ def with_calibration(heads: DSparkHeads, found: Calibration, *, is_greedy: bool)
 
 
 def visited_blocks(
-    drafter: DSparkDrafter, target: LagunaForCausalLM, text: Generated, rows: int = 16
+    drafter: DSparkDrafter,
+    target: LagunaForCausalLM,
+    text: Generated,
+    num_served: int = SERVED_DRAFTS,
+    rows: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the blocks that serving meets: logits [N, G], accepted drafts [N] and sequence [N], on the CPU.
+    """Return the blocks that serving meets: :func:`walk` over :func:`score_anchors`."""
+    return walk(*score_anchors(drafter, target, text, rows), num_served)
 
-    Blocks whose drafts would pass the text's end are left out.
-    """
+
+@torch.no_grad()
+def score_anchors(
+    drafter: DSparkDrafter, target: LagunaForCausalLM, text: Generated, rows: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Return confidence logits [M, W, G] and accepted drafts [M, W] at every written token, on the CPU."""
     num_drafts = drafter.config.max_draft_tokens
     written = text.tokens.shape[1] - int(text.prefix_lengths[0])
-    logits, accepted, owners = [], [], []
+    logits, accepted = [], []
     for start in range(0, len(text.tokens), rows):
         stop = min(start + rows, len(text.tokens))
         outcomes = slot_outcomes(drafter, target, text, start, stop, num_drafts)
         assert outcomes.confidence is not None
-        lengths = accepted_lengths(outcomes.correct, outcomes.mask).view(-1, written).tolist()
-        confidence = outcomes.confidence.view(-1, written, num_drafts).cpu()
-        for index, row in enumerate(lengths):
-            anchor = 0
-            places = []
-            while anchor + num_drafts < written:
-                places.append(anchor)
-                anchor += row[anchor] + 1
-            logits.append(confidence[index, places].view(-1, num_drafts))
-            accepted += [row[place] for place in places]
-            owners += [start + index] * len(places)
-    return torch.cat(logits), torch.tensor(accepted), torch.tensor(owners)
+        logits.append(outcomes.confidence.view(-1, written, num_drafts).cpu())
+        accepted.append(accepted_lengths(outcomes.correct, outcomes.mask).view(-1, written).cpu())
+    return torch.cat(logits), torch.cat(accepted)
+
+
+def walk(logits: Tensor, accepted: Tensor, num_served: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Visit anchors as serving does.
+
+    Args:
+        logits: [M, W, G] at every written token.
+        accepted: [M, W] int64, of G drafts.
+        num_served: Drafts sent a block.
+
+    Returns:
+        Logits [N, G], accepted drafts [N], of G though fewer are sent, and sequence [N]. Blocks whose G
+        drafts would pass the text's end are left out.
+    """
+    _, written, num_drafts = logits.shape
+    sequences, places = [], []
+    for index, row in enumerate(accepted.tolist()):
+        anchor = 0
+        while anchor + num_drafts < written:
+            sequences.append(index)
+            places.append(anchor)
+            anchor += min(row[anchor], num_served) + 1
+    owners, at = torch.tensor(sequences, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)
+    return logits[owners, at], accepted[owners, at], owners
