@@ -133,9 +133,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("runs/nano/data"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--fit", type=int, nargs=2, default=(3072, 1024), help="texts, greedy and sampled (3072 1024)"
+        "--fit", type=int, nargs=2, default=(1536, 512), help="texts, greedy and sampled (1536 512)"
     )
-    parser.add_argument("--check", type=int, nargs=2, default=(2048, 1024), help="likewise (2048 1024)")
+    parser.add_argument("--check", type=int, nargs=2, default=(1024, 512), help="likewise (1024 512)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--apply", action="store_true")
     parser.add_argument("--tiny", action="store_true")
