@@ -55,6 +55,18 @@ def test_a_lone_row_has_the_bits_of_wider_products(draw, poisoned, count, k, gat
         assert torch.equal(found[0][1], other[1])
 
 
+@pytest.mark.parametrize("cols", [8, 16])
+def test_units_may_take_the_place_of_tokens_that_registers_hold(draw, poisoned, count, monkeypatch, cols):
+    x, norm = rows_of(draw, poisoned, cols - 1, 1024), draw(1024, scale=0.2) + 1
+    weight, found = draw(240, 1024, scale=1024**-0.5), []
+    for plan in (products.Plan(1, 2048), products.Plan(2, 4096, early=1024)):
+        monkeypatch.setattr(products, "PROJECT_PLANS", {cols: plan})
+        out = poisoned(MAX_ROWS, 240)
+        products.project(x, norm, weight, out, count(cols - 1), EPS, Launch(cols))
+        found.append(out.view(torch.int16))
+    assert torch.equal(*found)
+
+
 def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
     monkeypatch.setattr(products, "MAX_RING", 2)
     monkeypatch.setattr(products, "has_bulk_copies", lambda device: False)
@@ -157,6 +169,17 @@ def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
         other[slot] = x[row]
         block.run(other, live, cols, poisoned)
         assert torch.equal(other[slot].view(torch.int16), together[row].view(torch.int16))
+
+
+def test_experts_have_the_same_bits_by_every_plan(draw, poisoned, device, monkeypatch):
+    block, hidden, found = Mixture(draw, device), rows_of(draw, poisoned, 12, 256), []
+    plans = (products.Plan(2, 512), products.Plan(2, 768, early=256), products.Plan(1, 0, is_bulk=False))
+    for plan in plans:
+        monkeypatch.setattr(products, "UP_PLANS", {16: plan})
+        found.append(hidden.clone())
+        block.run(found[-1], 12, 16, poisoned)
+    for other in found[1:]:
+        assert torch.equal(found[0].view(torch.int16), other.view(torch.int16))
 
 
 def test_equal_scores_go_to_the_lower_expert(draw, poisoned, device):
