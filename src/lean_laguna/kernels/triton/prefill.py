@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.core.engine_sizes import ORDERED_SLACK
-from lean_laguna.kernels.triton.formats import Packed, Weight, decode
+from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
@@ -32,6 +32,7 @@ from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_nor
 from lean_laguna.kernels.triton.prefill_scratch import Block, PrefillScratch, shape_rows, split
 from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
+from lean_laguna.kernels.triton.prefill_words import decode_linear
 from lean_laguna.kernels.triton.step import Caches
 from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, SparseWeights, TargetWeights
 
@@ -221,7 +222,7 @@ class PrefillStep:
 
     def _multiply(self, x: Tensor, weight: Weight, out: Tensor) -> None:
         """Write x @ weight^T with the library; a packed weight is decoded whole first."""
-        plain = decode(weight, self.scratch.decoded) if isinstance(weight, Packed) else weight
+        plain = decode_linear(weight, self.scratch.decoded) if isinstance(weight, Packed) else weight
         torch.mm(x, plain.t(), out=out)
 
     def _library_keys(self, first: int, tile: AttentionTile) -> int:
@@ -259,7 +260,7 @@ class PrefillStep:
         silu_and_mul(both[:, E:], shared, n)
         for block in blocks:
             self._multiply(shared[block.own], mlp.shared_down, delta[block.own])
-        tile = self._tiles.experts
+        tile = self._tiles.bank(mlp.gate_up, mlp.down)
         sort_by_expert(
             both,
             mlp.bias,

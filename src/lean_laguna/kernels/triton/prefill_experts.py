@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.formats import Weight, format_of, load_packed_tile, operand
+from lean_laguna.kernels.triton.formats import Packed, Weight, format_of, load_packed_tile, operand
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile, uses_maps
+from lean_laguna.kernels.triton.prefill_words import decode_tile, row_factors, takes_words, words_of
 
 
 @triton.jit
@@ -60,6 +61,7 @@ def _up_tile(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MAPS: tl.constexpr,
+    WORDS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -70,7 +72,11 @@ def _up_tile(
     k = tl.arange(0, BLOCK_K)
     f = f0 + tl.arange(0, COLS)
     x_at = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
+    first = expert.to(tl.int64) * (2 * F) + f0
     rows = expert.to(tl.int64) * (2 * F) + tl.minimum(f, F - 1)
+    if WORDS:
+        own_gate = row_factors(weight, first, COLS, FORMAT)
+        own_up = row_factors(weight, first + F, COLS, FORMAT)
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -79,6 +85,9 @@ def _up_tile(
         if MAPS:
             w_gate = weight.load([expert * (2 * F) + f0, at_k]).T
             w_up = weight.load([expert * (2 * F) + F + f0, at_k]).T
+        elif WORDS:
+            w_gate = tl.trans(decode_tile(weight, first, own_gate, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE))
+            w_up = tl.trans(decode_tile(weight, first + F, own_up, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE))
         else:
             w_gate = _load_columns(weight, rows, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE)
             w_up = _load_columns(weight, rows + F, at_k, K, COLS, BLOCK_K, FORMAT, DTYPE)
@@ -109,6 +118,7 @@ def _up_kernel(
     STAGES: tl.constexpr,
     MAX_TILES: tl.constexpr,
     MAPS: tl.constexpr,
+    WORDS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (F + COLS - 1) // COLS
@@ -137,6 +147,7 @@ def _up_kernel(
                 BLOCK_K,
                 STAGES,
                 MAPS,
+                WORDS,
                 FORMAT,
             )
         else:
@@ -157,6 +168,7 @@ def _up_kernel(
                 BLOCK_K,
                 STAGES,
                 MAPS,
+                WORDS,
                 FORMAT,
             )
 
@@ -181,6 +193,7 @@ def _down_tile(
     STAGES: tl.constexpr,
     WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
+    WORDS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -191,13 +204,20 @@ def _down_tile(
     k = tl.arange(0, BLOCK_K)
     n = n0 + tl.arange(0, COLS)
     x_at = act_ptr + own.to(tl.int64)[:, None] * K + k[None, :]
+    first = expert.to(tl.int64) * N + left + n0
     rows = expert.to(tl.int64) * N + tl.minimum(left + n, N - 1)
+    if WORDS:
+        factors = row_factors(bank, first, COLS, FORMAT)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = (at_k + k < K)[None, :]
         x = tl.load(x_at + at_k) if EVEN else tl.load(x_at + at_k, mask=inside, other=0.0)
         if MAPS:
             w = bank.load([expert * N + left + n0, at_k]).T
+        elif WORDS:
+            w = tl.trans(
+                decode_tile(bank, first, factors, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
+            )
         else:
             w = _load_columns(bank, rows, at_k, K, COLS, BLOCK_K, FORMAT, act_ptr.dtype.element_ty)
         acc = tl.dot(x, w, acc)
@@ -226,6 +246,7 @@ def _down_kernel(
     MAX_TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
+    WORDS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (WIDTH + COLS - 1) // COLS
@@ -239,12 +260,12 @@ def _down_kernel(
         if HALVES and end - start <= LESS:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                left, N, K, LESS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, FORMAT,
+                left, N, K, LESS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, WORDS, FORMAT,
             )  # fmt: skip
         else:
             _down_tile(
                 act_ptr, bank, terms_ptr, weights_ptr, pairs_ptr, e, start, end, n0,
-                left, N, K, ROWS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, FORMAT,
+                left, N, K, ROWS, COLS, BLOCK_K, STAGES, WIDTH, MAPS, WORDS, FORMAT,
             )  # fmt: skip
 
 
@@ -264,7 +285,8 @@ def expert_chunk_up(
     """
     K, F = weight.shape[2], weight.shape[1] // 2
     maps = isinstance(weight, Tensor) and uses_maps(tile, weight.device)
-    source: object = operand(weight)
+    words = takes_words(weight, tile.up, tile.block_k) and F % tile.up == 0
+    source: object = words_of(weight) if isinstance(weight, Packed) and words else operand(weight)
     if isinstance(weight, Tensor) and maps:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -286,8 +308,10 @@ def expert_chunk_up(
         STAGES=tile.up_stages,
         MAX_TILES=sort.tiles.shape[1],
         MAPS=maps,
+        WORDS=words,
         FORMAT=format_of(weight),
         num_warps=tile.up_warps,
+        **tile.options,
     )
 
 
@@ -313,7 +337,8 @@ def expert_chunk_down(
     """
     (N, F), width = weight.shape[1:], terms.shape[1]
     maps = isinstance(weight, Tensor) and uses_maps(tile, weight.device)
-    source: object = operand(weight)
+    words = takes_words(weight, tile.down, tile.block_k) and width % tile.down == 0
+    source: object = words_of(weight) if isinstance(weight, Packed) and words else operand(weight)
     if isinstance(weight, Tensor) and maps:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -337,6 +362,8 @@ def expert_chunk_down(
         MAX_TILES=sort.tiles.shape[1],
         WIDTH=width,
         MAPS=maps,
+        WORDS=words,
         FORMAT=format_of(weight),
         num_warps=tile.down_warps,
+        **tile.options,
     )

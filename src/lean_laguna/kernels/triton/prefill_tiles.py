@@ -11,7 +11,9 @@ import torch
 from triton.runtime import driver
 
 from lean_laguna.kernels.triton.attention import AttentionShape
+from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.launch import is_interpreting
+from lean_laguna.kernels.triton.prefill_words import takes_words
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ExpertTile:
         down_stages: Of the second.
         halves: Tiles of at most half the rows take half the work.
         tensor_maps: Weights come by tensor maps (sm_90 and later), not by addresses.
+        registers: Of a thread at most, so that two programs fit a multiprocessor; None leaves it open.
     """
 
     rows: int
@@ -60,6 +63,12 @@ class ExpertTile:
     down_stages: int
     halves: bool = False
     tensor_maps: bool = True
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the launch options of both products, but for warps."""
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,13 @@ class PrefillTiles:
         full: Of attention to everything.
         sliding: Of attention to a window.
         experts: Of the experts' products.
+        packed: Likewise, where their weights are packed and can be decoded a word at a time.
     """
 
     full: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     sliding: AttentionTile = field(default=AttentionTile(64, 64, 4, 3))
     experts: ExpertTile = field(default=ExpertTile(128, 128, 256, 64, 8, 8, 4, 4, halves=True))
+    packed: ExpertTile = field(default=ExpertTile(128, 64, 128, 128, 8, 8, 2, 2, halves=True, registers=128))
 
     @classmethod
     def of(cls, device: torch.device) -> PrefillTiles:
@@ -92,7 +103,14 @@ class PrefillTiles:
         if shared_bytes >= 160 * 1024:
             return cls(experts=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True))
         small = AttentionTile(64, 64, 4, 2)
-        return cls(small, small, ExpertTile(64, 64, 128, 64, 4, 4, 3, 2))
+        packed = ExpertTile(64, 32, 64, 128, 4, 4, 2, 2)
+        return cls(small, small, ExpertTile(64, 64, 128, 64, 4, 4, 3, 2), packed)
+
+    def bank(self, gate_up: Weight, down: Weight) -> ExpertTile:
+        """Return the tile of a layer's experts."""
+        own = self.packed
+        fits = takes_words(gate_up, own.up, own.block_k) and takes_words(down, own.down, own.block_k)
+        return own if fits and gate_up.shape[1] // 2 % own.up == 0 else self.experts
 
     def attention(self, shape: AttentionShape) -> AttentionTile:
         """Return the tile of a layer."""

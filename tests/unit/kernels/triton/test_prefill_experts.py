@@ -11,6 +11,7 @@ from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert
 from lean_laguna.kernels.triton.prefill_rows import combine, norm_rows
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
+from lean_laguna.kernels.triton.prefill_words import takes_words
 from lean_laguna.quant.codec import encode, to_packed
 from lean_laguna.quant.packed import bank
 from lean_laguna.quant.scheme import FP8_CHANNEL, NVFP4, packed_integer
@@ -83,16 +84,29 @@ def test_pairs_lie_by_expert_then_token_and_ties_go_to_the_lower_id(device, dtyp
     assert sort.tiles[:, :count].T.tolist() == [[0, 0, 16], [0, 16, 19], [1, 19, 35], [4, 35, 38]]
 
 
-@pytest.mark.parametrize("scheme", [NVFP4, packed_integer(4, 16, symmetric=False), FP8_CHANNEL])
-def test_packed_experts_equal_the_decoded_bank(draw, poisoned, device, dtype, tolerance, scheme):
-    rows, n, width, hidden, tile = 32, 21, 32, 48, ExpertTile(16, 16, 16, 32, 4, 4, 2, 2)
+SMALL = (32, 48, ExpertTile(16, 16, 16, 32, 4, 4, 2, 2))
+BY_WORDS = (128, 256, ExpertTile(32, 64, 128, 128, 4, 4, 2, 2, halves=True))
 
-    def packed_bank(height):
-        weights = [draw(height, hidden if height == 2 * width else width, of=torch.float32) for _ in range(E)]
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [
+        (NVFP4, SMALL),
+        (packed_integer(4, 16, symmetric=False), SMALL),
+        (FP8_CHANNEL, SMALL),
+        (NVFP4, BY_WORDS),
+        (FP8_CHANNEL, BY_WORDS),
+    ],
+)
+def test_packed_experts_equal_the_decoded_bank(draw, poisoned, device, dtype, tolerance, scheme, shape):
+    rows, n, (width, hidden, tile) = 32, 21, shape
+
+    def packed_bank(height, columns):
+        weights = [draw(height, columns, of=torch.float32) * columns**-0.5 for _ in range(E)]
         encoded = [to_packed(encode(w, scheme), scheme, tuple(w.shape)) for w in weights]
         return bank([weight.to(device) for weight in encoded])
 
-    banks, x = [packed_bank(2 * width), packed_bank(hidden)], draw(rows, hidden)
+    banks, x = [packed_bank(2 * width, hidden), packed_bank(hidden, width)], draw(rows, hidden)
     sort = sorted_rows(draw(rows, E), torch.zeros(E, device=device), rows, n, tile)
     num_tiles, found = cdiv(rows * A, tile.rows) + E, []
     for up, down in ([to_kernels(b, dtype) for b in banks], [b.decode(dtype) for b in banks]):
@@ -100,4 +114,5 @@ def test_packed_experts_equal_the_decoded_bank(draw, poisoned, device, dtype, to
         expert_chunk_up(x, up, sort, act, num_tiles, tile, top_k=A)
         expert_chunk_down(act, down, sort, terms, num_tiles, tile)
         found.append(terms)
+    assert takes_words(to_kernels(banks[0], dtype), tile.up, tile.block_k) == (shape is BY_WORDS)
     torch.testing.assert_close(found[0][: n * A], found[1][: n * A], atol=4 * tolerance, rtol=4 * tolerance)
