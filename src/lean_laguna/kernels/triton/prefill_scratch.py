@@ -39,18 +39,18 @@ class Block:
         return slice(self.at, self.at + self.rows)
 
 
-def block_rows(num_tokens: int, block: int, min_rows: int = MIN_ROWS) -> int:
+def block_rows(num_tokens: int, block: int) -> int:
     """Return the rows that a block of ``num_tokens`` tokens is padded to: a function of its length alone."""
-    rows = min(min_rows, block)
+    rows = min(MIN_ROWS, block)
     while rows < num_tokens:
         rows *= 2
     return min(rows, block)
 
 
-def shape_rows(num_tokens: int, block: int, min_rows: int = MIN_ROWS) -> int:
+def shape_rows(num_tokens: int, block: int) -> int:
     """Return the rows of a chunk of ``num_tokens`` tokens: whole blocks, and the padded last one."""
     rest = num_tokens % block
-    return num_tokens - rest + (block_rows(rest, block, min_rows) if rest else 0)
+    return num_tokens - rest + (block_rows(rest, block) if rest else 0)
 
 
 @dataclass(frozen=True)

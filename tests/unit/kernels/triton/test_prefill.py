@@ -1,6 +1,7 @@
 """Prefill equals the plain model chunk by chunk, decode goes on from it, and a chunk's bits are its own."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from tests.support.targets import PagedRun, laguna_json, random_ids, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.kernels.triton import prefill_scratch
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.prefill import PrefillStep
@@ -140,6 +142,12 @@ def assert_near(found, expected, dtype):
     assert error.quantile(share) < bound
 
 
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """The last block of a prompt is of fewer rows than the others, where it has few tokens."""
+    monkeypatch.setattr(prefill_scratch, "MIN_ROWS", CHUNK // 2)
+
+
 @pytest.fixture
 def half(device):
     """What the GPU computes in; the interpreter knows no bfloat16 products."""
@@ -206,6 +214,21 @@ def test_a_chunks_bits_depend_on_nothing_but_its_tokens_and_keys(half, device, a
     for mine, theirs in zip(scene.keys(other, SHORT), scene.keys(step, SHORT), strict=True):
         for which in (0, 1):
             assert_same_bits(mine[which][start:], theirs[which][start:])
+
+
+def test_launches_of_a_block_are_the_same_wherever_it_lies(half, device, assert_same_bits):
+    scene = Scene(half, device)
+    expected, step = scene.step(), scene.step(seed=4)
+    hidden = scene.feed(expected)[0]
+    assert step.same_up_to(CHUNK // 2) == math.inf
+    assert CHUNK <= step.same_up_to(CHUNK) < 4096
+    tables = tuple(table[1] for table in step.caches.tables)
+    for at in range(0, LENGTH, CHUNK):
+        n, rows = min(CHUNK, LENGTH - at), CHUNK if at + CHUNK <= LENGTH else CHUNK // 2
+        step.scratch.input_ids[:n] = scene.ids[at : at + n].to(device)
+        step.scratch.note(at, n)
+        step.launch(step.scratch.input_ids, int(min(step.same_up_to(rows), 999)), rows, tables)
+        assert_same_bits(step.found(n, all_rows=True), hidden[at : at + n])
 
 
 def test_the_last_row_is_what_is_asked_for(half, device, assert_same_bits):
