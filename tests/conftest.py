@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.support.interpreter import patch_language_once
 from tests.support.targets import laguna_json, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
@@ -28,6 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish() -> None:
+    """Once the tests have imported what they need."""
+    patch_language_once()
 
 
 @pytest.fixture(scope="session")
