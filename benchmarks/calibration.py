@@ -6,8 +6,8 @@ The validation stream is dealt to two halves by document: the target continues p
 from FIT_SEED) for the fit, of the second (from CHECK_SEED) for the check, greedily and at the recipe's
 temperature. Blocks are those that serving at seven drafts meets; the check tells of fifteen too. Intervals:
 texts drawn anew, 500 times; ``noise``: the error of a calibration without fault on as many blocks.
-Writes calibration.json and the drafter with its new calibration, ``nano-dspark``; with ``--apply``, where
-both kinds are better than before, into the package's own too. A GPU takes a minute, a CPU an hour.
+Writes calibration.json and the drafter with its new calibration, ``nano-dspark``; with ``--apply`` the kinds
+that are better than before go into the package's own too. A GPU takes a minute, a CPU an hour.
 ``--tiny`` tries the script itself.
 """
 
@@ -187,10 +187,11 @@ def main() -> None:
     for name in ("config.json", "model.safetensors"):
         (made / name).write_bytes((shipped / name).read_bytes())
     write_calibration(made, fitted)
-    served = [result[kind][f"served_{SERVED_DRAFTS}"] for kind in KINDS]
-    if args.apply and all(own["after"]["mean"] < own["before"]["mean"] for own in served):
-        write_calibration(shipped, fitted)
-        print(f"written to {shipped}", flush=True)
+    served = {kind: result[kind][f"served_{SERVED_DRAFTS}"] for kind in KINDS}
+    better = [kind for kind, own in served.items() if own["after"]["mean"] < own["before"]["mean"]]
+    if args.apply and better:
+        write_calibration(shipped, {kind: fitted[kind] for kind in better})
+        print(f"{' and '.join(better)} written to {shipped}", flush=True)
 
 
 if __name__ == "__main__":
