@@ -24,6 +24,8 @@ struct Fiber {
 };
 struct Meeting { int waiting = 0, round = 0; };
 struct Dim { int x; };
+// Of an arrival: who made it, at which meetings, and how many of its phases somebody has waited for.
+struct Made { int thread, block_round, warp_round, cluster_round, num_waited; };
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warps, blocks;
 static Meeting cluster;
@@ -34,6 +36,8 @@ static std::vector<u8> shared;
 static std::function<void()> body;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
 static std::vector<Lane> lanes;
+static std::map<const u64 *, Made> arrivals;
+static const char *failure;  // what would end a kernel on a card, or might
 
 static inline void pause() {
     if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
@@ -77,6 +81,7 @@ static void run(int grid, int block_threads, int shared_size, int cluster_size, 
         blocks.assign(cluster_size, {});
         cluster = {}, num_alive = threads;
         arrived_in.assign(threads, 0);
+        arrivals.clear();
         for (auto &m : warps) m = {};
         for (auto &f : fibers) {
             f.stack.resize(1 << 16), f.is_started = f.is_done = false;
@@ -97,6 +102,9 @@ static void run(int grid, int block_threads, int shared_size, int cluster_size, 
                 setcontext(&f.context);
             }
         }
+        for (auto &[arrival, made] : arrivals)
+            if ((int)(*arrival >> 32) != made.num_waited || (u32)*arrival)
+                failure = "a block left while bytes that nobody waited for may be under way";
     }
 }
 template <class... Types, size_t... I>
@@ -120,12 +128,19 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
+// Programs that wait for each other run side by side, all of them.
+#ifndef ALL_AT_ONCE
+#define ALL_AT_ONCE 0
+#endif
 #define EXTERN_SHARED(T, NAME)                                                      \
     T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16 +           \
                     emulator::current / emulator::num_threads * emulator::shared_pitch)
 #define EMULATE(NAME)                                                                           \
-    extern "C" void emulate(int grid, int threads, int shared_size, void **args) {              \
-        emulator::run(grid, threads, shared_size, CLUSTER, [&] { emulator::call(NAME, args); });         \
+    extern "C" const char *emulate(int grid, int threads, int shared_size, void **args) {       \
+        emulator::failure = nullptr;                                                            \
+        emulator::run(grid, threads, shared_size, ALL_AT_ONCE ? grid : CLUSTER,                 \
+                      [&] { emulator::call(NAME, args); });                                     \
+        return emulator::failure;                                                               \
     }
 #define threadIdx (emulator::Dim{emulator::current % emulator::num_threads})
 #define blockIdx (emulator::Dim{emulator::block_index + emulator::current / emulator::num_threads})
@@ -158,6 +173,11 @@ DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
 DEVICE u16 load_fresh16(const u16 *p) { return *p; }
 DEVICE int load_fresh32(const int *p) { return *p; }
+DEVICE void store_word(u64 *p, u32 value, u32 tag) { *p = (u64)tag << 32 | value; }
+DEVICE u64 load_word(const u64 *p) {
+    emulator::pause();
+    return *p;
+}
 DEVICE float from_bf16(u16 v) { return __int_as_float((int)((u32)v << 16)); }
 DEVICE u16 to_bf16(float x) {
     u32 bits = (u32)__float_as_int(x);
@@ -203,6 +223,14 @@ DEVICE uint4 load_matrices(const u16 *p) {
     meet_warp();
     return make_uint4(v[0], v[1], v[2], v[3]);
 }
+typedef u8 *Place;
+DEVICE Place place_in_shared(const void *p) { return (u8 *)p; }
+template <int OFFSET> DEVICE uint4 load_transposed(Place at) { return load_transposed((const u16 *)(at + OFFSET)); }
+template <int OFFSET> DEVICE uint4 load_matrices(Place at) { return load_matrices((const u16 *)(at + OFFSET)); }
+template <int TO, int FROM> DEVICE void copy_async(Place to, const u16 *from, bool wanted) {
+    if (wanted) memcpy(to + TO, (const u8 *)from + FROM, 16);
+    else memset(to + TO, 0, 16);
+}
 static inline u8 *remote(const void *p, int rank) {
     return (u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
 }
@@ -234,9 +262,13 @@ DEVICE int min_over_warp(int v) {
     return best;
 }
 // An arrival: phases over in the upper half, bytes still to come of this one in the lower. Copies happen at once.
-DEVICE void init_arrival(u64 *arrival) { *arrival = 0; }
+// On a card, waiting for one that was not made yet ends in "unspecified launch failure".
+DEVICE void init_arrival(u64 *arrival) {
+    using namespace emulator;
+    *arrival = 0;
+    arrivals[arrival] = {current, blocks[current / num_threads].round, warps[current / 32].round, cluster.round, 0};
+}
 DEVICE void show_arrivals() {}
-DEVICE void fence_copies() {}
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     memcpy(to, from, bytes);
@@ -244,8 +276,40 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     if ((u32)*arrival == 0) *arrival += 1ull << 32;
 }
 DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
-    while ((*arrival >> 32 & 1) == parity) emulator::pause();
+    using namespace emulator;
+    const auto found = arrivals.find(arrival);
+    if (found == arrivals.end()) {
+        failure = "a wait for an arrival that was not made";
+        return;
+    }
+    Made &made = found->second;
+    const bool same_warp = made.thread / 32 == current / 32 && warps[current / 32].round > made.warp_round;
+    if (made.thread != current && !same_warp && blocks[current / num_threads].round == made.block_round &&
+        cluster.round == made.cluster_round)
+        failure = "a wait for an arrival that no barrier has shown";
+    while ((*arrival >> 32 & 1) == parity) pause();
+    made.num_waited = (int)(*arrival >> 32);
 }
+static inline void count_bytes(u64 *arrival, u32 bytes) {
+    *arrival -= bytes;
+    if ((u32)*arrival == 0) *arrival += 1ull << 32;
+}
+// Whoever is written to must be there.
+static inline u8 *present(const void *p, int rank) {
+    const int first = rank * emulator::num_threads;
+    for (int i = 0; i < emulator::num_threads; i++)
+        if (!emulator::fibers[first + i].is_done) return remote(p, rank);
+    abort();
+}
+DEVICE void send2(float2 *p, int rank, float2 v, u64 *arrival) {
+    *(float2 *)present(p, rank) = v;
+    count_bytes((u64 *)present(arrival, rank), 8);
+}
+DEVICE void send4(float4 *p, int rank, float4 v, u64 *arrival) {
+    *(float4 *)present(p, rank) = v;
+    count_bytes((u64 *)present(arrival, rank), 16);
+}
+static inline void show_cluster() { arrive_at_cluster(); }
 DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float power2(float x) { return exp2f(x); }
 DEVICE float logarithm2(float x) { return log2f(x); }

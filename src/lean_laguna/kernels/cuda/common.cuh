@@ -60,6 +60,15 @@ DEVICE int load_fresh32(const int *p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+// Values that programs of one kernel hand to each other: a word holds a value and, above it, the tag of its time.
+DEVICE void store_word(u64 *p, u32 value, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((u64)tag << 32 | value) : "memory");
+}
+DEVICE u64 load_word(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
 // d += a (16 tokens x 16 k) * b (16 k x 8 weight rows), float32 sums.
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -83,6 +92,26 @@ DEVICE uint4 load_matrices(const u16 *p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+// The same with a constant offset, bytes, which then takes no register.
+typedef u32 Place;
+DEVICE Place place_in_shared(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+template <int OFFSET> DEVICE uint4 load_transposed(Place at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at), "n"(OFFSET) : "memory");
+    return v;
+}
+template <int OFFSET> DEVICE uint4 load_matrices(Place at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at), "n"(OFFSET) : "memory");
+    return v;
+}
+template <int TO, int FROM> DEVICE void copy_async(Place to, const u16 *from, bool wanted) {
+    int size = wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;"
+                 ::"r"(to), "l"(from), "r"(size), "n"(TO), "n"(FROM) : "memory");
+}
 #if __CUDA_ARCH__ >= 900
 // Blocks of a cluster read each other's shared memory: the same place in block `rank`'s.
 DEVICE u32 remote_address(const void *p, int rank) {
@@ -104,6 +133,18 @@ DEVICE float4 load_remote4(const float *p, int rank) {
 DEVICE void store_remote2(float *p, int rank, float2 v) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote_address(p, rank)), "f"(v.x), "f"(v.y) : "memory");
 }
+// Hand over to the same place in block `rank`'s shared memory; its arrival, expected so, counts the bytes.
+DEVICE void send2(float2 *p, int rank, float2 v, u64 *arrival) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
+                 ::"r"(remote_address(p, rank)), "f"(v.x), "f"(v.y), "r"(remote_address(arrival, rank)) : "memory");
+}
+DEVICE void send4(float4 *p, int rank, float4 v, u64 *arrival) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+                 ::"r"(remote_address(p, rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),
+                   "r"(remote_address(arrival, rank)) : "memory");
+}
+// Say that a block of the cluster has begun; nothing written before need be seen.
+DEVICE void show_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 // A barrier of all threads of the cluster that have not left, in two halves or as one.
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -130,8 +171,6 @@ DEVICE void show_arrivals() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Before a barrier, after which the copy engine may write over what this thread wrote.
-DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The phase is over when so many bytes have come.
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

@@ -20,6 +20,7 @@ _EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
+_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE, bytes a thread
 
 
@@ -64,6 +65,17 @@ def architecture(device_index: int) -> str:
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors share the work; a few where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; an H200's where there is no GPU."""
+    if device.type != "cuda":
+        return 232_448
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = ctypes.c_int()
+    _check(_cuda().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OPTIN, index), "shared memory")
+    return found.value
 
 
 @functools.cache

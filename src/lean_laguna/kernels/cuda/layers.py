@@ -34,6 +34,7 @@ class CudaLayers:
         """
         self._device = device
         self._attends = cuda_attention.has_clusters(device)
+        self._words = products.score_words(device)
 
     def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
         """Say whether no layer's attention needs ``Scratch.partial``."""
@@ -83,6 +84,7 @@ class CudaLayers:
                 eps,
                 launch,
                 tap,
+                self._words,
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)
@@ -103,17 +105,7 @@ class CudaLayers:
         qkv = rows_of(scratch.qkv, shape.width)
         heads = rows_of(scratch.heads, shape.num_heads * shape.head_dim)
         if products.fits_project(attention.qkv) and attention.gate is None:
-            least = products.LEAST_OF_TWO if launch.cols == 1 and not shape.window else 0
-            products.project(
-                hidden,
-                attention.input_norm,
-                attention.qkv,
-                qkv,
-                n,
-                eps,
-                launch,
-                least_shared=least,
-            )
+            products.project(hidden, attention.input_norm, attention.qkv, qkv, n, eps, launch)
         else:
             project_qkv(attention, hidden, qkv, n, tiles, launch, eps)
         norms = (attention.q_norm, attention.k_norm)

@@ -7,64 +7,38 @@ a row keeps its bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda import packed_products
 from lean_laguna.kernels.cuda.compiler import Source
-from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
+from lean_laguna.kernels.cuda.driver import Argument, has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import fits
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Packed, Weight
-from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
 WARPS = 8
 THREADS = 32 * WARPS
 MAX_RING = 16
 """16-byte loads that a lane keeps in flight: 4 KiB of shared memory each."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a product whose units of 8 rows come by the copy engine runs.
-
-    Attributes:
-        programs: A multiprocessor.
-        columns: Of 8 rows each, on their way to a program: 16 bytes of shared memory a column.
-        early: Of these, how many do not lie where tokens are before registers hold them; 0 for all.
-        is_bulk: False for loads by lanes instead, of 16 bytes each.
-    """
-
-    programs: int
-    columns: int
-    early: int = 0
-    is_bulk: bool = True
-
-
-PROJECT_PLANS = {1: Plan(2, 6144), 8: Plan(2, 4096), 16: Plan(1, 0, is_bulk=False)}
-UP_PLANS = {1: Plan(2, 6144), 8: Plan(2, 4096), 16: Plan(1, 0, is_bulk=False)}
-"""By columns of tokens."""
+BULK_COLUMNS = 8192
+"""Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
+is one program's, beside which a lone row's next kernel finds room."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
-DOWN_RING = 8
-LONE_DOWN_RING = 16
-"""The same of down for a lone row, whose activations take little room: half of its weights."""
-PROGRAMS = 2
-"""Of a streaming kernel on each multiprocessor, whose shared memory holds two: as one ends, the next kernel's
-first takes its place."""
+DOWN_RING = 16
+"""The same of down, where it fits: a lone row leaves room for half of its weights."""
 LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
-LEAST_OF_TWO = 76_801
-"""Bytes of which a multiprocessor of 228 KiB holds two and no third: there is then room beside them
-everywhere, which a cluster of programs needs."""
 MAX_EXPERTS = 256
+ROUTER = False
 
 
 def _ring(num_loads: int, most: int = 0) -> int:
@@ -80,19 +54,41 @@ def _is_bulk(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and has_bulk_copies(weight.device)
 
 
-def _units(weight: Weight, cols: int, plan: Plan) -> tuple[dict[str, int], int]:
-    """Return the constants of a ring of a weight's units, and the bytes it takes with tokens and sums."""
+def _unit_bytes(k: int, cols: int) -> int:
+    """Return the bytes that products of units take beside their ring: tokens and sums."""
+    return cols * (k + 8) * 2 + 2 * WARPS * cols * 8 * 4
+
+
+def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, int], int]:
+    """Return the constants of products of units, and the bytes of shared memory they take.
+
+    Args:
+        weight: [..., K].
+        cols: Tokens.
+        rest: Bytes that are taken for something else.
+        most: Units of a program.
+    """
     k = weight.shape[-1]
-    if _is_bulk(weight) and plan.is_bulk:
-        ring = max(1, plan.columns // k)
-        early = max(1, plan.early // k) if plan.early else ring
-        room = max(early * 8 * k + cols * (k + 8), ring * 8 * k) * 2 + ring * 8
-        constants = {"BULK": 1, "RING": ring, "EARLY": early}
-    else:
-        ring = _ring(k // THREADS)
-        room = ring * THREADS * 16 + cols * (k + 8) * 2
-        constants = {"BULK": 0, "RING": ring}
-    return constants | {"K": k, "WARPS": WARPS, "COLS": cols}, room + 2 * WARPS * cols * 8 * 4
+    rest += _unit_bytes(k, cols)
+    room = shared_memory(weight.device) - rest
+    constants = {"K": k, "WARPS": WARPS, "COLS": cols}
+    if has_bulk_copies(weight.device):
+        unit = 8 * k * 2 + 8
+        ring = max(1, min(BULK_COLUMNS // k, most, room // unit))
+        return constants | {"BULK": 1, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}, rest + ring * unit
+    ring = _ring(k // THREADS, max(1, min(MAX_RING, room // (THREADS * 16))))
+    programs = _registers_for(cols, _num_lane_programs(cols))
+    return constants | {"BULK": 0, "RING": ring, "PROGRAMS": programs}, rest + ring * THREADS * 16
+
+
+def _registers_for(cols: int, programs: int) -> int:
+    """Return for how many programs a multiprocessor's registers should do."""
+    return LONE_PROGRAMS if cols == 1 else programs
+
+
+def _num_lane_programs(cols: int) -> int:
+    """Return how many programs a multiprocessor runs where each lane loads for itself."""
+    return 2 if cols <= 8 else 1
 
 
 def _plain(weight: Weight) -> Tensor:
@@ -101,9 +97,16 @@ def _plain(weight: Weight) -> Tensor:
     return weight
 
 
-def _num_programs(x: Tensor, plan: Plan) -> int:
+def _num_programs(device: torch.device, cols: int) -> int:
     """Return how many programs of a streaming kernel run at once."""
-    return multiprocessors(x.device) * plan.programs
+    return multiprocessors(device) * (1 if has_bulk_copies(device) else _num_lane_programs(cols))
+
+
+def _fits_units(weight: Tensor, rest: int = 64) -> bool:
+    """Say whether units of a weight fit the card's shared memory in the widest step."""
+    k = weight.shape[-1]
+    least = 8 * k * 2 + 8 if has_bulk_copies(weight.device) else THREADS * 16
+    return rest + _unit_bytes(k, MAX_ROWS) + least <= shared_memory(weight.device)
 
 
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
@@ -111,7 +114,7 @@ def fits_project(weight: Weight, *, gated: bool = False) -> bool:
     if isinstance(weight, Packed):
         return packed_products.fits_project(weight, gated=gated)
     n, k = weight.shape
-    return k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight)
+    return k % THREADS == 0 and k <= 4096 and n % 8 == 0 and n >= 16 and fits(weight) and _fits_units(weight)
 
 
 def project(
@@ -126,7 +129,6 @@ def project(
     gated: bool = False,
     normed: Tensor | None = None,
     rows: int = 0,
-    least_shared: int = 0,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it.
 
@@ -141,26 +143,21 @@ def project(
         gated: Apply silu(gate) * up.
         normed: [MAX_ROWS, K], written with the normalised rows, or None.
         rows: Use only this many of the weight's rows, 0 for all.
-        least_shared: Bytes of shared memory that a program takes at least; see ``LEAST_OF_TWO``.
     """
     if isinstance(weight, Packed):
-        packed_products.project(
-            x, norm, weight, out, num_rows, eps, launch, gated=gated, least_shared=least_shared
-        )
+        packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    units, plan = n // (4 if gated else 8), PROJECT_PLANS[launch.cols]
-    grid = min(units, _num_programs(x, plan))
-    constants, room = _units(weight, launch.cols, plan)
+    units, cols = n // (4 if gated else 8), launch.cols
+    grid = min(units, _num_programs(weight.device, cols))
+    constants, shared = _units(weight, cols, k // 2 if cols == 1 else 64, -(-units // grid))
     source = Source.of(
         "project",
         N=n,
         GATED=gated,
         NORMED=normed is not None,
-        PROGRAMS=LONE_PROGRAMS if launch.cols == 1 else plan.programs,
         **constants,
     )
-    shared = room + (k // 2 if launch.cols == 1 else 64)
     arguments = (
         x,
         norm,
@@ -172,7 +169,7 @@ def project(
         x.stride(0),
         out.stride(0),
     )
-    launch_kernel(source, grid, THREADS, max(shared, least_shared), arguments, launch)
+    launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
 def fits_project_add(weight: Weight) -> bool:
@@ -225,9 +222,7 @@ def fits_experts(mlp: SparseWeights) -> bool:
     """Say whether ``run_experts`` takes a MoE block."""
     experts, n, f = mlp.down.shape
     fs = mlp.shared_down.shape[1]
-    if _has_packed(mlp) and not packed_products.fits_experts(mlp):
-        return False
-    return (
+    if not (
         mlp.gate_up.shape[2] % THREADS == 0
         and experts % 32 == 0
         and experts <= MAX_EXPERTS
@@ -237,7 +232,13 @@ def fits_experts(mlp: SparseWeights) -> bool:
         and f in (THREADS, 2 * THREADS, 4 * THREADS)
         and fs in (THREADS, 2 * THREADS, 4 * THREADS)
         and fits_project(mlp.router_gate_up)
-    )
+    ):
+        return False
+    if _has_packed(mlp):
+        return packed_products.fits_experts(mlp)
+    tables = routing_bytes(experts, mlp.top_k, MAX_ROWS)
+    least = _down_bytes(mlp, MAX_ROWS) + tables + THREADS * 16
+    return _fits_units(_plain(mlp.gate_up), 64 + tables) and least <= shared_memory(mlp.bias.device)
 
 
 def run_experts(
@@ -251,6 +252,7 @@ def run_experts(
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
+    words: Tensor | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -265,14 +267,30 @@ def run_experts(
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
+        words: From ``score_words``; plain weights need it.
     """
     experts = mlp.bias.shape[0]
-    project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
+    if not ROUTER or _has_packed(mlp):
+        project(
+            hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts
+        )
     if _has_packed(mlp):
         packed_products.run_experts(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
         return
-    _run_up(mlp, scores, normed, shared_act, routing, num_rows, launch)
-    _run_down(mlp, hidden, scores, shared_act, routing, num_rows, launch, tap)
+    if ROUTER:
+        assert words is not None
+        _run_up(mlp, hidden, words, shared_act, routing, num_rows, eps, launch)
+    else:
+        _run_up(mlp, normed, scores, shared_act, routing, num_rows, eps, launch)
+    read = scores if words is None or not ROUTER else words
+    _run_down(mlp, hidden, read, shared_act, routing, num_rows, launch, tap)
+
+
+def score_words(device: torch.device) -> Tensor:
+    """Return memory in which the programs of a MoE block hand each other scores, with its clock behind."""
+    words = torch.zeros(MAX_ROWS * MAX_EXPERTS + 1, dtype=torch.int64, device=device)
+    words[-1:] = 1  # no time at which a word was written yet
+    return words
 
 
 def _constants(mlp: SparseWeights, launch: Launch) -> dict[str, int]:
@@ -292,26 +310,47 @@ def _constants(mlp: SparseWeights, launch: Launch) -> dict[str, int]:
 
 def _run_up(
     mlp: SparseWeights,
+    x: Tensor,
     scores: Tensor,
-    normed: Tensor,
     shared_act: Tensor,
     routing: Routing,
     num_rows: Tensor,
+    eps: float,
     launch: Launch,
 ) -> None:
     """Route, and write the activations of the chosen experts and of the shared one."""
     experts = len(mlp.bias)
     cols, top_k = launch.cols, mlp.top_k
     shared_up = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
-    plan = UP_PLANS[cols]
-    constants, room = _units(mlp.gate_up, cols, plan)
-    programs = LONE_PROGRAMS if cols == 1 else plan.programs
-    source = Source.of("experts_up", PROGRAMS=programs, **constants | _constants(mlp, launch))
-    shared = room + routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
-    weights = (_plain(mlp.gate_up), _plain(shared_up))
-    outs = (routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
-    arguments = (normed, scores, mlp.bias, *weights, *outs)
-    launch_kernel(source, _num_programs(normed, plan), THREADS, shared, arguments, launch)
+    gate_up, f = _plain(mlp.gate_up), mlp.down.shape[2]
+    rest = routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    if ROUTER:
+        rest += 8 + (x.shape[1] // 2 if cols == 1 else 64)
+    constants, shared = _units(gate_up, cols, rest, experts * f // 4)
+    source = Source.of("experts_up", ROUTER=ROUTER, **constants | _constants(mlp, launch))
+    weights = (gate_up, _plain(shared_up))
+    outs = (routing.act, shared_act, routing.expert_ids, num_rows)
+    if ROUTER:
+        router = (mlp.norm, _plain(mlp.router_gate_up), scores, scores[-1:])
+        arguments: tuple[Argument, ...] = (
+            x,
+            *router,
+            mlp.bias,
+            *weights,
+            *outs,
+            float(eps),
+            float(mlp.softcap),
+            x.stride(0),
+        )
+    else:
+        arguments = (x, scores, mlp.bias, *weights, *outs, float(mlp.softcap))
+    launch_kernel(source, _num_programs(x.device, cols), THREADS, shared, arguments, launch)
+
+
+def _down_bytes(mlp: SparseWeights, cols: int) -> int:
+    """Return the bytes that down takes beside its ring and the routing: activations and sums."""
+    staged = mlp.top_k * (mlp.down.shape[2] + 8) + mlp.shared_down.shape[1] + 8
+    return cols * staged * 2 + WARPS * cols * 32 * 4
 
 
 def _run_down(
@@ -326,14 +365,18 @@ def _run_down(
 ) -> None:
     """Route again, and add the experts' weighted sum and the shared expert's to the residual stream."""
     experts, d, f = mlp.down.shape
-    fs, cols, top_k = mlp.shared_down.shape[1], launch.cols, mlp.top_k
-    ring = _ring(2 * f // THREADS, LONE_DOWN_RING if cols == 1 else DOWN_RING)
+    cols, top_k = launch.cols, mlp.top_k
+    rest = _down_bytes(mlp, cols) + routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    room = (shared_memory(hidden.device) - rest) // (THREADS * 16)
+    ring = _ring(2 * f // THREADS, min(DOWN_RING, room))
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    source = Source.of("experts_down", N=d, RING=ring, PROGRAMS=programs, **_constants(mlp, launch))
-    staged = cols * top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    shared = ring * THREADS * 16 + staged + WARPS * cols * 32 * 4
-    shared += routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    stride = 4 if ROUTER else 1
+    own = {"N": d, "RING": ring, "PROGRAMS": programs, "SCORE_STRIDE": stride}
+    source = Source.of("experts_down", **own, **_constants(mlp, launch))
+    shared = rest + ring * THREADS * 16
     activations = (routing.act, shared_act, scores, mlp.bias)
     numbers = (float(mlp.scaling), float(mlp.softcap), 0 if tap is None else tap.stride(0))
-    arguments = (*activations, _plain(mlp.down), _plain(mlp.shared_down), hidden, tap, num_rows, *numbers)
+    time = scores[-1:] if ROUTER else None
+    weights = (_plain(mlp.down), _plain(mlp.shared_down))
+    arguments = (*activations, *weights, hidden, tap, num_rows, time, *numbers)
     launch_kernel(source, d // 16, THREADS, shared, arguments, launch)

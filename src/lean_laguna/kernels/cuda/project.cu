@@ -6,8 +6,6 @@
 #include "units.cuh"
 
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
-// Floats set aside for the norm: a lone row's squares, or the rows' inverses.
-#define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
 #define OUTPUTS (GATED ? 4 : 8)
 
 // The weight row that lane group g of a unit reads.
@@ -16,58 +14,12 @@ DEVICE size_t row_at(int unit, int g) {
     return (size_t)(unit * 8 + g);
 }
 
-// RMSNorm of all rows, eight at a time: a thread keeps its pieces of each, a warp adds up a row's squares.
-DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)], u16 *tokens, float *inverses,
-                           u16 *normed, int live, float eps, int x_stride) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, own = warp * (PART / 8), count = PART / 8;
-    for (int first = 0; first < live; first += 8) {
-        const int rows = min(live - first, 8);
-        uint4 pieces[8][OWN_PIECES(K, WARPS)];
-        float *squares = (float *)(tokens + first * STRIDE);  // before the rows themselves
-#pragma unroll
-        for (int r = 0; r < 8; r++)
-#pragma unroll
-            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-                if (r < rows && i * 32 + lane < count)
-                    pieces[r][i] = load_fresh(x + (size_t)(first + r) * x_stride + (own + i * 32 + lane) * 8);
-#pragma unroll
-        for (int r = 0; r < 8; r++)
-#pragma unroll
-            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-                if (r < rows && i * 32 + lane < count) squares[r * (K / 8) + own + i * 32 + lane] = squares_of(pieces[r][i]);
-        __syncthreads();
-        for (int r = warp; r < rows; r += WARPS) {
-            float total = 0.0f;
-#pragma unroll
-            for (int i = 0; i < K / 256; i++) total += squares[r * (K / 8) + i * 32 + lane];
-            total = sum_over_warp(total);
-            if (lane == 0) inverses[first + r] = rsqrtf(total / K + eps);
-        }
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < 8; r++) {
-            if (r >= rows) continue;
-            const int row = first + r;
-            const float inverse = inverses[row];
-#pragma unroll
-            for (int i = 0; i < OWN_PIECES(K, WARPS); i++) {
-                if (i * 32 + lane >= count) continue;
-                const int k = (own + i * 32 + lane) * 8;
-                const uint4 y = scaled(pieces[r][i], inverse, by[i]);
-                *(uint4 *)(tokens + row * STRIDE + k) = y;
-                if (NORMED && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
-            }
-        }
-    }
-    __syncwarp();
-}
-
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows,
         float eps, int x_stride, int out_stride) {
     EXTERN_SHARED(u16, ring);
-    u16 *tokens = ring + BEFORE_TOKENS;
-    float *norms = (float *)(ring + ROOM), *sums = norms + NORM_FLOATS;
+    u16 *tokens = ring + RING_SIZE;
+    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = N / OUTPUTS, step = gridDim.x;
 
@@ -82,15 +34,12 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
         if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
     };
-    auto ask_first = [&](int slot, int end) {
-#pragma unroll 1
-        for (; slot < end; slot++)
-            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
-    };
     if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-        ask_first(0, EARLY);
+#pragma unroll 1
+        for (int slot = 0; slot < RING; slot++)
+            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
     }
 #else
     const u16 *own = weight + warp * PART + 8 * t;
@@ -116,7 +65,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
+            normalise_rows(x, own_scale, tokens, norms, NORMED ? normed : nullptr, live, eps, x_stride);
         }
     };
     Tokens operands(tokens, live);
@@ -140,11 +89,6 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     stamp(PREPARED);
 #if BULK
     operands.hold();
-    if (EARLY < RING) {
-        fence_copies();
-        __syncthreads();
-        if (asks) ask_first(EARLY, RING);
-    }
     int slot = 0, parity = 0;
     for (int unit = blockIdx.x; unit < count; unit += step) {
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};

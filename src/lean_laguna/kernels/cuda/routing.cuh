@@ -2,12 +2,17 @@
 //
 // -D: E experts (at most 256, a multiple of 32, and at most a block's threads); A experts a token; COLS tokens; SOFTCAP,
 // NORM_TOPK.
+// Scores are read as they lie in memory, SCORE_STRIDE apart, or awaited as words that other programs write.
 // Sigmoid, bias for the choice only, weights divided by their sum and rounded; ties go to the lower id.
 #pragma once
 #include "common.cuh"
 
+#ifndef SCORE_STRIDE
+#define SCORE_STRIDE 1
+#endif
 #define SLOTS (COLS * A < E ? COLS * A : E)
 #define NOT_CHOSEN 255
+#define LOWEST ((int)0x80000000)
 
 struct alignas(16) Routing {
     u32 live[8];                 // one bit an expert
@@ -20,6 +25,30 @@ struct alignas(16) Routing {
     float slot_weights[SLOTS][COLS];
 };
 
+// COUNT scores from `first` on, 32 apart.
+template <int COUNT> DEVICE void load_scores(const u16 *scores, int first, float (&to)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = from_bf16(load_fresh16(scores + (first + i * 32) * SCORE_STRIDE));
+}
+struct Words {
+    const u64 *at;
+    u32 tag;
+};
+template <int COUNT> DEVICE void load_scores(const Words &words, int first, float (&to)[COUNT]) {
+    bool all_there = false;
+    while (!all_there) {
+        u64 found[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) found[i] = load_word(words.at + first + i * 32);
+        all_there = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            all_there &= (u32)(found[i] >> 32) == words.tag;
+            to[i] = from_bf16((u16)found[i]);
+        }
+    }
+}
+
 DEVICE int ordered(float x) {
     int bits = __float_as_int(x);
     return bits < 0 ? bits ^ 0x7fffffff : bits;
@@ -30,45 +59,50 @@ DEVICE float gate_of(float logit, float softcap) {
     return 1.0f / (1.0f + expf(-logit));
 }
 
-// Whether a key beats another that stands at a place `below` or above its own.
-DEVICE bool beats(int other, int own, bool below) { return other > own || (below && other == own); }
+// How many of four keys in a row come before another; of equal ones those that stand before `place`, counted from the first.
+DEVICE int beaten_by(uint4 keys, int own, int place) {
+    const int a = (int)keys.x, b = (int)keys.y, c = (int)keys.z, d = (int)keys.w;
+    return (a > own || (a == own && 0 < place)) + (b > own || (b == own && 1 < place)) +
+           (c > own || (c == own && 2 < place)) + (d > own || (d == own && 3 < place));
+}
 
 struct alignas(16) Contest {
     int keys[E];
-    int winners[E / 32 * A];
+    int winners[(E / 32 * A + 3) / 4 * 4];
     u8 ids[E / 32 * A];
     float gates[E];
 };
 
 // Fill `r` for one token (A at most 32): an expert a thread, whose place among its warp's 32 and then among all warps'
 // best is counted. Called by all threads; a warp may use `r` after it without a barrier, since every warp writes the
-// same. Loops are left as loops: what has to be fetched first is what this takes long for.
-DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, bool is_live, float softcap) {
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+// same. `meanwhile` asks for what need not come first.
+template <class Scores, class Meanwhile>
+DEVICE void route_one(Routing &r, Contest &c, Scores scores, float bias, bool is_live, float softcap, Meanwhile meanwhile) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, winners = E / 32 * A;
+    float score[1] = {0.0f};
+    if (thread < E && is_live) load_scores(scores, thread, score);
+    meanwhile();
     if (thread < E) {
-        const float gate = gate_of(from_bf16(load_fresh16(scores + thread)), softcap);
+        const float gate = gate_of(score[0], softcap);
         const int key = ordered(gate + bias);
         c.keys[thread] = key;
         __syncwarp();
         int place = 0;
-#pragma unroll 1
-        for (int i = 0; i < 32; i += 4) {
-            const uint4 other = *(const uint4 *)(c.keys + warp * 32 + i);
-            place += beats((int)other.x, key, i < lane) + beats((int)other.y, key, i + 1 < lane) +
-                     beats((int)other.z, key, i + 2 < lane) + beats((int)other.w, key, i + 3 < lane);
-        }
+#pragma unroll 4
+        for (int i = 0; i < 32; i += 4) place += beaten_by(*(const uint4 *)(c.keys + warp * 32 + i), key, lane - i);
         if (place < A) {
             c.winners[warp * A + place] = key;
             c.ids[warp * A + place] = (u8)thread;
             c.gates[thread] = gate;
         }
+        if (thread < (4 - winners % 4) % 4) c.winners[winners + thread] = LOWEST;
     }
     __syncthreads();
-    if (thread < E / 32 * A) {
+    if (thread < winners) {
         const int key = c.winners[thread];
         int place = 0;
 #pragma unroll 4
-        for (int i = 0; i < E / 32 * A; i++) place += beats(c.winners[i], key, i < thread);
+        for (int i = 0; i < winners; i += 4) place += beaten_by(*(const uint4 *)(c.winners + i), key, thread - i);
         if (place < A) r.chosen[0][place] = c.ids[thread];
     }
     __syncthreads();
@@ -90,49 +124,63 @@ DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, boo
     __syncwarp();
 }
 
+// A lane's best key, where it is among the lane's, and its gate; the first of equals.
+struct Best {
+    int key, at;
+    float gate;
+};
+template <int COUNT> DEVICE Best best_of(const int (&keys)[COUNT], const float (&gates)[COUNT]) {
+    Best found[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) found[i] = {keys[i], i, gates[i]};
+#pragma unroll
+    for (int apart = 1; apart < COUNT; apart *= 2)
+#pragma unroll
+        for (int i = 0; i + apart < COUNT; i += 2 * apart) {
+            const bool later = found[i + apart].key > found[i].key;
+            found[i].key = later ? found[i + apart].key : found[i].key;
+            found[i].at = later ? found[i + apart].at : found[i].at;
+            found[i].gate = later ? found[i + apart].gate : found[i].gate;
+        }
+    return found[0];
+}
+
 // Fill `r` for `live` tokens; called by all threads, ends with a barrier.
-// `bias` is this lane's: of experts lane, lane + 32 and so on.
-DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], int live, float softcap) {
+// `bias` is this lane's: of experts lane, lane + 32 and so on. `meanwhile` asks for what need not come first.
+template <class Scores, class Meanwhile>
+DEVICE void route(Routing &r, Scores scores, const float (&bias)[E / 32], int live, float softcap, Meanwhile meanwhile) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, warps = blockDim.x >> 5;
-    const int lowest = (int)0x80000000;
+    float gates[E / 32];
+    if (warp < live) load_scores(scores, warp * E + lane, gates);
+    meanwhile();
     for (int i = thread; i < SLOTS * COLS; i += blockDim.x) {
         (&r.rank[0][0])[i] = NOT_CHOSEN;
         (&r.slot_weights[0][0])[i] = 0.0f;
     }
     if (thread < 8) r.live[thread] = 0;
     for (int token = warp; token < live && token < COLS; token += warps) {
-        float sigmoid[E / 32];
         int keys[E / 32];
-#pragma unroll
-        for (int i = 0; i < E / 32; i++) sigmoid[i] = from_bf16(load_fresh16(scores + token * E + i * 32 + lane));
+        if (token != warp) load_scores(scores, token * E + lane, gates);
 #pragma unroll
         for (int i = 0; i < E / 32; i++) {
-            sigmoid[i] = gate_of(sigmoid[i], softcap);
-            keys[i] = ordered(sigmoid[i] + bias[i]);
+            gates[i] = gate_of(gates[i], softcap);
+            keys[i] = ordered(gates[i] + bias[i]);
         }
-        // Each lane's best, the lowest id among equals; only the lane that wins looks again.
-        int best = keys[0], best_at = 0;
-        float best_value = sigmoid[0];
-#pragma unroll
-        for (int i = 1; i < E / 32; i++)
-            if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
+        Best best = best_of(keys, gates);
 #pragma unroll 1
         for (int a = 0; a < A; a++) {
-            const int highest = max_over_warp(best);
-            const u32 equals = votes(best == highest);
+            const int highest = max_over_warp(best.key);
+            const u32 equals = votes(best.key == highest);
             int winner = __ffs(equals) - 1;
-            if (equals & (equals - 1)) winner = min_over_warp(best == highest ? best_at * 32 + lane : E) & 31;
-            if (lane == winner) {
-                r.chosen[token][a] = (u8)(best_at * 32 + lane);
-                r.weights[token][a] = best_value;
-#pragma unroll
-                for (int i = 0; i < E / 32; i++)
-                    if (i == best_at) keys[i] = lowest;
-                best = keys[0], best_at = 0, best_value = sigmoid[0];
-#pragma unroll
-                for (int i = 1; i < E / 32; i++)
-                    if (keys[i] > best) best = keys[i], best_at = i, best_value = sigmoid[i];
+            if (equals & (equals - 1)) winner = min_over_warp(best.key == highest ? best.at * 32 + lane : E) & 31;
+            const bool wins = lane == winner;
+            if (wins) {
+                r.chosen[token][a] = (u8)(best.at * 32 + lane);
+                r.weights[token][a] = best.gate;
             }
+#pragma unroll
+            for (int i = 0; i < E / 32; i++) keys[i] = wins && i == best.at ? LOWEST : keys[i];
+            best = best_of(keys, gates);
         }
         __syncwarp();
         float total = 0.0f;
@@ -166,4 +214,14 @@ DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], in
         r.slot_weights[slot][token] = r.weights[token][i % A];
     }
     __syncthreads();
+}
+
+// Where nothing else is to be asked for.
+template <class Scores>
+DEVICE void route_one(Routing &r, Contest &c, Scores scores, float bias, bool is_live, float softcap) {
+    route_one(r, c, scores, bias, is_live, softcap, [] {});
+}
+template <class Scores>
+DEVICE void route(Routing &r, Scores scores, const float (&bias)[E / 32], int live, float softcap) {
+    route(r, scores, bias, live, softcap, [] {});
 }

@@ -2,8 +2,7 @@
 // sums are added in the order of warps.
 //
 // -D: K row length; WARPS; COLS tokens (1, 8 or 16; the instruction is the same, and so a row's bits); BULK 1: whole rows
-// come by the copy engine, RING units ahead, of which EARLY do not lie where tokens are before registers hold them;
-// otherwise RING 16-byte loads in flight a lane.
+// come by the copy engine, RING units ahead; otherwise RING 16-byte loads in flight a lane.
 #pragma once
 #include "common.cuh"
 
@@ -11,17 +10,11 @@
 #define LOADS (PART / 32)
 #define STRIDE (K + 8)
 #define UNIT (8 * K)
-#if BULK
-#define BEFORE_TOKENS (EARLY * UNIT)
-#define RING_END (RING * UNIT)
-#else
-#define BEFORE_TOKENS (RING * WARPS * 256)
-#define RING_END BEFORE_TOKENS
-#endif
-// Elements of the ring and of the tokens.
-#define ROOM (BEFORE_TOKENS + COLS * STRIDE > RING_END ? BEFORE_TOKENS + COLS * STRIDE : RING_END)
+#define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
+// Floats set aside for the norm: a lone row's squares, or the rows' inverses.
+#define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
 // Wider steps keep their tokens in registers; a lone row's four lanes read theirs for next to nothing.
 #ifndef HELD
 #define HELD (BULK && COLS > 1)
@@ -73,6 +66,52 @@ struct Tokens {
         }
     }
 };
+
+// RMSNorm of all rows, eight at a time: a thread keeps its pieces of each, a warp adds up a row's squares.
+DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)], u16 *tokens, float *inverses,
+                           u16 *normed, int live, float eps, int x_stride) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, own = warp * (PART / 8), count = PART / 8;
+    for (int first = 0; first < live; first += 8) {
+        const int rows = min(live - first, 8);
+        uint4 pieces[8][OWN_PIECES(K, WARPS)];
+        float *squares = (float *)(tokens + first * STRIDE);  // before the rows themselves
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+                if (r < rows && i * 32 + lane < count)
+                    pieces[r][i] = load_fresh(x + (size_t)(first + r) * x_stride + (own + i * 32 + lane) * 8);
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
+                if (r < rows && i * 32 + lane < count) squares[r * (K / 8) + own + i * 32 + lane] = squares_of(pieces[r][i]);
+        __syncthreads();
+        for (int r = warp; r < rows; r += WARPS) {
+            float total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < K / 256; i++) total += squares[r * (K / 8) + i * 32 + lane];
+            total = sum_over_warp(total);
+            if (lane == 0) inverses[first + r] = rsqrtf(total / K + eps);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            if (r >= rows) continue;
+            const int row = first + r;
+            const float inverse = inverses[row];
+#pragma unroll
+            for (int i = 0; i < OWN_PIECES(K, WARPS); i++) {
+                if (i * 32 + lane >= count) continue;
+                const int k = (own + i * 32 + lane) * 8;
+                const uint4 y = scaled(pieces[r][i], inverse, by[i]);
+                *(uint4 *)(tokens + row * STRIDE + k) = y;
+                if (normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+            }
+        }
+    }
+    __syncwarp();
+}
 
 // Leave a warp's part of a unit's sums; a barrier must follow.
 DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {

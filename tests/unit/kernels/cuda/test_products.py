@@ -55,18 +55,6 @@ def test_a_lone_row_has_the_bits_of_wider_products(draw, poisoned, count, k, gat
         assert torch.equal(found[0][1], other[1])
 
 
-@pytest.mark.parametrize("cols", [8, 16])
-def test_units_may_take_the_place_of_tokens_that_registers_hold(draw, poisoned, count, monkeypatch, cols):
-    x, norm = rows_of(draw, poisoned, cols - 1, 1024), draw(1024, scale=0.2) + 1
-    weight, found = draw(240, 1024, scale=1024**-0.5), []
-    for plan in (products.Plan(1, 2048), products.Plan(2, 4096, early=1024)):
-        monkeypatch.setattr(products, "PROJECT_PLANS", {cols: plan})
-        out = poisoned(MAX_ROWS, 240)
-        products.project(x, norm, weight, out, count(cols - 1), EPS, Launch(cols))
-        found.append(out.view(torch.int16))
-    assert torch.equal(*found)
-
-
 def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
     monkeypatch.setattr(products, "MAX_RING", 2)
     monkeypatch.setattr(products, "has_bulk_copies", lambda device: False)
@@ -122,8 +110,10 @@ class Mixture:
         scores, normed = poisoned(MAX_ROWS, self.experts), poisoned(MAX_ROWS, hidden.shape[1])
         shared_act = poisoned(MAX_ROWS, self.width)
         n = torch.tensor([live], dtype=torch.int32, device=self.device)
+        self.words = getattr(self, "words", None)
+        self.words = products.score_words(self.device) if self.words is None else self.words
         buffers = (scores, normed, shared_act, routing)
-        products.run_experts(self.mlp, hidden, *buffers, n, EPS, Launch(cols), tap)
+        products.run_experts(self.mlp, hidden, *buffers, n, EPS, Launch(cols), tap, self.words)
         return routing.expert_ids
 
     def expected(self, hidden):
@@ -171,15 +161,28 @@ def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
         assert torch.equal(other[slot].view(torch.int16), together[row].view(torch.int16))
 
 
-def test_experts_have_the_same_bits_by_every_plan(draw, poisoned, device, monkeypatch):
+def test_bits_do_not_depend_on_how_weights_arrive(draw, poisoned, device, monkeypatch):
     block, hidden, found = Mixture(draw, device), rows_of(draw, poisoned, 12, 256), []
-    plans = (products.Plan(2, 512), products.Plan(2, 768, early=256), products.Plan(1, 0, is_bulk=False))
-    for plan in plans:
-        monkeypatch.setattr(products, "UP_PLANS", {16: plan})
+    for is_bulk in (True, False):
+        monkeypatch.setattr(products, "has_bulk_copies", lambda device, is_bulk=is_bulk: is_bulk)
         found.append(hidden.clone())
         block.run(found[-1], 12, 16, poisoned)
-    for other in found[1:]:
-        assert torch.equal(found[0].view(torch.int16), other.view(torch.int16))
+    assert torch.equal(*(rows.view(torch.int16) for rows in found))
+
+
+@pytest.mark.parametrize("cols", [1, 8, 16])
+def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, count, cols):
+    x, norm, weight = poisoned(MAX_ROWS, 512), draw(512) + 1, draw(40, 512)
+    out, act = poisoned(MAX_ROWS, 40), poisoned(MAX_ROWS, 20)
+    products.project(x, norm, weight, out, count(0), EPS, Launch(cols))
+    products.project(x, norm, weight, act, count(0), EPS, Launch(cols), gated=True)
+    products.project_add(x, draw(48, 512), poisoned(MAX_ROWS, 48), count(0), Launch(cols))
+    hidden = poisoned(MAX_ROWS, 256)
+    chosen = Mixture(draw, device).run(hidden, 0, cols, poisoned)
+    assert out.isnan().all()
+    assert act.isnan().all()
+    assert hidden.isnan().all()
+    assert (chosen == -1).all()
 
 
 def test_equal_scores_go_to_the_lower_expert(draw, poisoned, device):
