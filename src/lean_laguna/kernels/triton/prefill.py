@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.core.engine_sizes import ORDERED_SLACK
+from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
@@ -38,6 +39,8 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, Spars
 
 LIBRARY_FROM = 4096
 """The library takes keys in multiples of so many: few shapes, each of which takes it time at first."""
+PART_ROWS = 2048
+"""Rows of a short block times the programs that share the keys before it."""
 
 
 Tapped = Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], None]
@@ -216,9 +219,17 @@ class PrefillStep:
             if past_keys:
                 past = attend_before(qkv, keys, shape, past_keys)
         own = (qkv, heads, keys, table, shape, first, n, tile)
-        attend_chunk(*own, is_ordered=is_ordered, past=past, past_keys=past_keys)
+        parts = self._parts(block.rows, shape)
+        attend_chunk(*own, is_ordered=is_ordered, past=past, past_keys=past_keys, parts=parts)
         self._multiply(heads, attention.out, delta)
         add_norm(scratch.hidden[block.own], delta, layer.mlp.norm, normed, n, eps)
+
+    def _parts(self, rows: int, shape: AttentionShape) -> Tensor | None:
+        """Return room for what parts of the keys come to, where a block alone has too few programs."""
+        num = PART_ROWS // rows
+        if shape.window or num < 2 or not self._is_short(rows):
+            return None
+        return self.scratch.parts(num, rows, shape)
 
     def _multiply(self, x: Tensor, weight: Weight, out: Tensor) -> None:
         """Write x @ weight^T with the library; a packed weight is decoded whole first."""

@@ -17,6 +17,7 @@ from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
 from lean_laguna.kernels.triton.prefill_keys import first_key
+from lean_laguna.kernels.triton.prefill_parts import merge_parts, part_span, softplus
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, uses_maps
 
 _LOG2E = 1.4426950408889634
@@ -121,20 +122,12 @@ def _take_keys(
     return peak, total, acc
 
 
-@triton.jit
-def _softplus(gate, DTYPE: tl.constexpr):
-    """Return softplus as torch has it, rounded: linear above 20; log1p by Kahan's correction."""
-    grown = tl.exp(tl.minimum(gate, 20.0))
-    sum1 = 1.0 + grown
-    rest = tl.where(sum1 == 1.0, 1.0, sum1 - 1.0)
-    log1p = tl.where(sum1 == 1.0, grown, tl.log(sum1) * (grown / rest))
-    return tl.where(gate > 20.0, gate, log1p).to(DTYPE).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["past_keys"], do_not_specialize_on_alignment=["table_ptr"])
 def _chunk_kernel(
     qkv_ptr,
     out_ptr,
+    parts_ptr,
+    sums_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -142,6 +135,7 @@ def _chunk_kernel(
     past_lse_ptr,
     first_ptr,
     num_tokens_ptr,
+    C,
     past_keys,
     scale,
     k_scale,
@@ -161,6 +155,7 @@ def _chunk_kernel(
     PAGED: tl.constexpr,
     MAPS: tl.constexpr,
     PAST: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -198,6 +193,14 @@ def _chunk_kernel(
         acc = tl.zeros((QUERIES, P), tl.float32)
     lowest = past_keys
     low = past_keys
+    part = tl.program_id(1)
+    num_parts = 1
+    if PARTS > 1:
+        span, num_parts = part_span(first, KEYS, PARTS)
+        if part >= num_parts:
+            return
+        low = part * span
+        end = end if part == num_parts - 1 else low + span
     if WINDOW > 0:
         # So few blocks that masking all of them is quicker than another loop.
         lowest = tl.maximum(q_first - WINDOW + 1, 0)
@@ -205,6 +208,8 @@ def _chunk_kernel(
     else:
         # Up to here the tile's first row sees every key.
         edge = tl.maximum((q_first + 1) // KEYS * KEYS, low)
+        if PARTS > 1:
+            edge = edge if part == num_parts - 1 else end
         peak, total, acc = _take_keys(
             q,
             peak,
@@ -262,11 +267,17 @@ def _chunk_kernel(
         True,
         STAGES,
     )
-    y = (acc / tl.where(live, total, 1.0)[:, None]).to(DTYPE)
-    if GATE:
-        y = (y.to(tl.float32) * _softplus(gate, DTYPE)[:, None]).to(DTYPE)
     out_at = row.to(tl.int64) * (H * P) + head * P
-    tl.store(out_ptr + out_at[:, None] + d[None, :], y, mask=live[:, None])
+    if num_parts > 1:
+        own = part * (C * H) + row * H + head
+        tl.store(parts_ptr + own[:, None] * P + d[None, :], acc, mask=live[:, None])
+        tl.store(sums_ptr + own * 2, peak, mask=live)
+        tl.store(sums_ptr + own * 2 + 1, total, mask=live)
+    else:
+        y = (acc / tl.where(live, total, 1.0)[:, None]).to(DTYPE)
+        if GATE:
+            y = (y.to(tl.float32) * softplus(gate, DTYPE)[:, None]).to(DTYPE)
+        tl.store(out_ptr + out_at[:, None] + d[None, :], y, mask=live[:, None])
 
 
 def attend_chunk(
@@ -282,6 +293,7 @@ def attend_chunk(
     is_ordered: bool = False,
     past: tuple[Tensor, Tensor] | None = None,
     past_keys: int = 0,
+    parts: Tensor | None = None,
 ) -> None:
     """Attend from a chunk's queries to all keys up to their own, or to those in their window; apply the gate.
 
@@ -298,6 +310,8 @@ def attend_chunk(
         is_ordered: Keys are not in pages.
         past: From ``attend_before``, whose keys are not read again; or None.
         past_keys: How many those are, a multiple of ``tile.keys``.
+        parts: [N, C, H, P + 2] float32, contents of no meaning: in a layer without a window, so many programs
+            share the keys before the chunk where these are many; or None.
     """
     H, J, P = shape.num_heads, shape.num_kv_heads, shape.head_dim
     maps = is_ordered and uses_maps(tile, qkv.device)
@@ -308,21 +322,25 @@ def attend_chunk(
 
         operands = tuple(TensorDescriptor.from_tensor(t.view(-1, J * P), [tile.keys, P]) for t in cache[:2])
     partial, lse = (qkv, qkv) if past is None else past
-    _chunk_kernel[(cdiv(qkv.shape[0], tile.queries) * H,)](
+    rows, num_parts = qkv.shape[0], 1 if parts is None else parts.shape[0]
+    num = num_parts * rows * H
+    acc, sums = (qkv, qkv) if parts is None else parts.view(-1).split([num * P, num * 2])
+    _chunk_kernel[(cdiv(rows, tile.queries) * H, num_parts)](
         qkv,
         out,
+        acc,
+        sums,
         *operands,
         table,
         partial,
         lse,
         first,
         num_tokens,
+        rows,
         past_keys,
         P**-0.5 * _LOG2E,
-        cache.k_scale,
-        cache.v_scale,
-        partial.stride(0),
-        partial.stride(1),
+        *cache[2:],
+        *partial.stride()[:2],
         lse.stride(0),
         WIDTH=shape.width,
         H=H,
@@ -336,6 +354,9 @@ def attend_chunk(
         PAGED=not is_ordered,
         MAPS=maps,
         PAST=past is not None,
+        PARTS=num_parts,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
+    if num_parts > 1:
+        merge_parts(qkv, out, acc, sums, shape, first, num_tokens, tile, num_parts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, ORDERED_SLACK, PREFILL_BLOCK
+from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill_sort import ExpertSort
@@ -142,6 +143,17 @@ class PrefillScratch:
         """Return the rest of the room that attention of a block has, flat."""
         D, num = self.hidden.shape[1], self.keys[0].numel()
         return self.room[self.block * D + 2 * num :]
+
+    def parts(self, num: int, rows: int, shape: AttentionShape) -> Tensor | None:
+        """Return room for parts of attention, [num, rows, H, P + 2] float32; None where there is too little.
+
+        It lies where ordered keys do, and behind what attention of so many rows leaves.
+        """
+        H, P = shape.num_heads, shape.head_dim
+        at = 8 * cdiv(self.room.numel() - self.beside_keys().numel() + rows * (shape.width + H * P), 8)
+        room = self.room[at : at + (self.room.numel() - at) // 2 * 2].view(torch.float32)
+        size = num * rows * H * (P + 2)
+        return room[:size].view(num, rows, H, P + 2) if room.numel() >= size else None
 
     @property
     def length(self) -> Tensor:

@@ -159,3 +159,22 @@ def test_pages_of_codes_are_read_as_the_numbers_they_stand_for(
             found.append(out[:n])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize(("first", "num_parts"), [(250, 1), (300, 2), (1100, 3)])
+def test_parts_of_the_keys_before_a_chunk_add_up(draw, poisoned, count, device, dtype, first, num_parts):
+    n, rows, page = 5, 24, 64
+    table = torch.randperm(20, device=device).to(torch.int32) + 1
+    cache = tuple(draw(21, page, J, P) for _ in range(2))
+    qkv = poisoned(rows, FULL.width)
+    qkv[:n] = draw(n, FULL.width)
+    found = []
+    for parts in (None, poisoned(3, rows, FULL.num_heads, P + 2, of=torch.float32)):
+        out = poisoned(rows, FULL.num_heads * P)
+        attend_chunk(qkv, out, cache, table, FULL, count(first), count(n), TILE, parts=parts)
+        assert out[n:].isnan().all()
+        found.append(out[:n])
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*found, atol=bound, rtol=bound)
+    written = parts.view(-1).isfinite().sum().item() // (n * FULL.num_heads * (P + 2))
+    assert written == (num_parts if num_parts > 1 else 0)
