@@ -51,37 +51,19 @@ TILES = {
 }
 CUDA = {
     "as the engine has it": {},
-    "twice the ring": {
-        (products, "MAX_RING"): 32,
-        (products, "BULK_COLUMNS"): 8192,
-        (products, "ADD_RING"): 24,
-        (products, "DOWN_RING"): 16,
-    },
-    "twice the ring, one program": {
-        (products, "MAX_RING"): 32,
-        (products, "BULK_COLUMNS"): 8192,
-        (products, "ADD_RING"): 24,
-        (products, "DOWN_RING"): 16,
-        (products, "_num_programs"): lambda x, launch: multiprocessors(x.device),
-    },
-    "rows by the copy engine at every width": {
-        (products, "BULK_WIDTH"): 16,
-        (products, "BULK_COLUMNS"): 8192,
-    },
-    "half the ring": {
-        (products, "MAX_RING"): 8,
-        (products, "BULK_COLUMNS"): 2048,
-        (products, "ADD_RING"): 8,
+    "half as much on its way": {
+        (products, "BULK_COLUMNS"): 4096,
+        (products, "ADD_RING"): 12,
         (products, "LONE_ADD_RING"): 8,
-        (products, "DOWN_RING"): 4,
-        (products, "LONE_DOWN_RING"): 8,
+        (products, "DOWN_RING"): 8,
     },
-    "one program a multiprocessor": {
-        (products, "_num_programs"): lambda x, launch: multiprocessors(x.device)
+    "three quarters on its way": {(products, "BULK_COLUMNS"): 6144, (products, "DOWN_RING"): 12},
+    "more on its way": {(products, "BULK_COLUMNS"): 10240, (products, "DOWN_RING"): 20},
+    "two programs of half": {
+        (products, "BULK_COLUMNS"): 4096,
+        (products, "_num_programs"): lambda device, cols: 2 * multiprocessors(device),
     },
-    "two programs a multiprocessor": {
-        (products, "_num_programs"): lambda x, launch: 2 * multiprocessors(x.device)
-    },
+    "loads by lanes": {(products, "has_bulk_copies"): lambda device: False},
     "64 keys a split": {(cuda_attention, "SPLIT"): 64},
     "clusters of 8": {(cuda_attention, "cluster_programs"): lambda shape: 8},
     "clusters of 16": {(cuda_attention, "cluster_programs"): lambda shape: 16},

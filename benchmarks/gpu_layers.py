@@ -82,7 +82,7 @@ class LayersBench(Bench):
         compile_ahead(sources, torch.device(self.device))
         return self.left()
 
-    def run_changed(self, launch: Launch | None, sizes: dict[str, int], constants: dict[str, int]) -> None:
+    def run_changed(self, launch: Launch | None, sizes: dict[str, Any], constants: dict[str, int]) -> None:
         self.use_cuda = launch is not None
         with changed(products, sizes), variant(**constants):
             self.target(launch or self.launch(8, False)).run()
@@ -91,7 +91,7 @@ class LayersBench(Bench):
     def bit_launches(self) -> dict[str, Launch]:
         return super().bit_launches() | {"lone": self.launch(1)}
 
-    def stamped(self) -> list[tuple[int, Launch, dict[str, int], dict[str, int]]]:
+    def stamped(self) -> list[tuple[int, Launch, dict[str, Any], dict[str, int]]]:
         """Return what is stamped: rows, launch, sizes and constants that differ."""
         stamps = {"STAMPS": STAMPED_BLOCKS}
         return [(1, self.launch(1), {}, stamps), (8, self.launch(8), {}, stamps)]
@@ -143,16 +143,16 @@ class LayersBench(Bench):
             table.append(row)
         return table
 
-    def setups(self) -> list[tuple[str, Launch | None, dict[str, int], dict[str, int]]]:
+    def setups(self) -> list[tuple[str, Launch | None, dict[str, Any], dict[str, int]]]:
         """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
         lone, wide = self.launch(1), self.launch(8)
         return [
             ("triton", None, {}, {}),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
             ("8 columns", wide, {}, {}),
-            ("8 columns, by lanes", wide, {"BULK_WIDTH": 1}, {}),
+            ("8 columns, by lanes", wide, {"has_bulk_copies": lambda device: False}, {}),
             ("1 column", lone, {}, {}),
-            ("1 column, 2 units", lone, {"LONE_BULK_COLUMNS": 4096}, {}),
+            ("1 column, 3 units", lone, {"BULK_COLUMNS": 6144}, {}),
             ("16 columns", self.launch(16), {}, {}),
         ]
 

@@ -39,8 +39,8 @@ def variant(**constants: int) -> Iterator[list[tuple[Source, int, int]]]:
 
 
 @contextlib.contextmanager
-def changed(module: ModuleType, values: dict[str, int]) -> Iterator[None]:
-    """Have a module's constants changed inside."""
+def changed(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
+    """Have a module's constants or functions changed inside."""
     keep = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
