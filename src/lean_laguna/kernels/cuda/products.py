@@ -197,7 +197,9 @@ def project_add(
         return
     n, k = weight.shape
     blocks, is_lone = k // THREADS, launch.cols == 1
-    ring = min(LONE_ADD_RING if is_lone else ADD_RING, blocks)
+    rest = WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    room = (shared_memory(weight.device) - rest) // (2 * THREADS * 16)
+    ring = min(LONE_ADD_RING if is_lone else ADD_RING, blocks, room)
     ahead = (c for c in range(ADD_AHEAD // (1 if launch.cols <= 8 else 2), 0, -1) if blocks % c == 0)
     source = Source.of(
         "project_add",
@@ -209,7 +211,7 @@ def project_add(
         COLS=launch.cols,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
-    shared = ring * 2 * THREADS * 16 + WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    shared = rest + ring * 2 * THREADS * 16
     launch_kernel(source, n // 16, THREADS, shared, (x, weight, hidden, tap, num_rows, *strides), launch)
 
 

@@ -217,3 +217,53 @@ def test_a_lone_row_chooses_as_rows_beside_others_do(draw, poisoned, device, nor
         found.append((block.run(hidden, 1, cols, poisoned)[0], hidden[0]))
     assert found[0][0].tolist() == found[1][0].tolist()
     assert torch.equal(found[0][1].view(torch.int16), found[1][1].view(torch.int16))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Run a MoE block and a projection of a shape on nothing; return each launch's bytes of shared memory."""
+
+    def run(d, e, f, top_k, cols):
+        def empty(*size, of=torch.bfloat16):
+            return torch.empty(size, dtype=of, device="meta")
+
+        found = []
+        monkeypatch.setattr(products, "launch_kernel", lambda *args: found.append(args[3]))
+        mlp = SparseWeights(
+            norm=empty(d),
+            router_gate_up=empty(e + 2 * f, d),
+            bias=empty(e, of=torch.float32),
+            gate_up=empty(e, 2 * f, d),
+            down=empty(e, d, f),
+            shared_down=empty(d, f),
+            top_k=top_k,
+            scaling=1.0,
+            softcap=0.0,
+            norm_topk=True,
+        )
+        ids = empty(MAX_ROWS, top_k, of=torch.int32)
+        routing = Routing(empty(e, f), empty(e, of=torch.float32), ids, ids, ids)
+        x, n, launch = empty(MAX_ROWS, d), empty(1, of=torch.int32), Launch(cols)
+        if products.fits_experts(mlp):
+            products.run_experts(mlp, x, empty(MAX_ROWS, e), x, empty(MAX_ROWS, f), routing, n, EPS, launch)
+        if products.fits_project(empty(2 * f, d)):
+            products.project(x, mlp.norm, empty(2 * f, d), empty(MAX_ROWS, 2 * f), n, EPS, launch)
+        products.project_add(empty(MAX_ROWS, f), empty(d, f), x, n, launch)
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("room", [232_448, 101_376])
+@pytest.mark.parametrize("has_bulk", [True, False])
+def test_what_fits_keeps_to_the_shared_memory_of_a_card(launched, monkeypatch, room, has_bulk):
+    monkeypatch.setattr(products, "shared_memory", lambda device: room)
+    monkeypatch.setattr(products, "has_bulk_copies", lambda device: has_bulk)
+    for shape in ((2048, 256, 512, 8), (3072, 256, 1024, 10), (4096, 256, 1024, 10), (256, 32, 256, 3)):
+        counts = set()
+        for cols in (1, 8, 16):
+            found = launched(*shape, cols)
+            assert all(size <= room for size in found), (shape, cols, found)
+            counts.add(len(found))
+        assert len(counts) == 1
+    assert len(launched(2048, 256, 512, 8, 16)) == (5 if room > 200_000 else 1 if has_bulk else 2)
