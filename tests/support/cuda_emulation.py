@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,23 +14,50 @@ from lean_laguna.kernels.cuda import compiler, driver
 WAITING = ("experts_up",)
 """Kernels whose programs wait for each other."""
 HERE = Path(__file__).parent.parent / "cuda_emulator"
+KEPT = Path(__file__).parents[2] / "build" / "cuda-emulator"
 
 
 @functools.cache
 def _library(source):
-    folder = Path(tempfile.mkdtemp(prefix="cuda-emulator-"))
-    unit = folder / "unit.cpp"
     constants = "".join(f"#define {key} {value}\n" for key, value in source.constants)
     if source.name in WAITING:
         constants += "#define ALL_AT_ONCE 1\n"
     text = f'#include "standard.h"\n{constants}#include "{source.name}.cu"\nEMULATE({source.name})\n'
-    unit.write_text(text)
-    command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DEMULATED"]
-    command += [f"-I{HERE}", f"-I{compiler.FOLDER}", str(unit), "-o", str(folder / "unit.so")]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    library = ctypes.CDLL(str(folder / "unit.so"))
+    includes = [f"-I{_precompiled()}", f"-I{HERE}", f"-I{compiler.FOLDER}"]
+    library = ctypes.CDLL(str(_compiled(text, "c++", "kernel.so", "-shared", *includes)))
     library.emulate.restype = ctypes.c_char_p
     return library
+
+
+def _precompiled():
+    """Return the folder of the standard headers, whose reading takes longer than most kernels'."""
+    return _compiled((HERE / "standard.h").read_text(), "c++-header", "standard.h.gch").parent
+
+
+def _compiled(text, language, name, *options):
+    """Compile once, whichever process and run of the tests asks first.
+
+    What it is made of names its folder: the text, every header and kernel, and the compiler.
+    """
+    folder = KEPT / hashlib.sha256(f"{text}{options}{_everything()}".encode()).hexdigest()[:32]
+    made = folder / name
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            unit, output = Path(own) / "unit", Path(own) / "output"
+            unit.write_text(text)
+            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED", *options]
+            command += ["-x", language, str(unit), "-o", str(output)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            output.replace(made)
+    return made
+
+
+@functools.cache
+def _everything():
+    files = [*sorted(HERE.iterdir()), *sorted(compiler.FOLDER.glob("*.cu*"))]
+    version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
+    return hashlib.sha256("".join([version, *(file.read_text() for file in files)]).encode()).hexdigest()
 
 
 def emulate(source, grid, threads, shared_bytes, arguments, settings):
