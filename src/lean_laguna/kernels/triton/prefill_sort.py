@@ -18,7 +18,7 @@ from lean_laguna.kernels.triton.prefill_tiles import ExpertTile
 from lean_laguna.kernels.triton.router import route
 
 ROUTE_ROWS = 16
-"""Tokens of a program that routes."""
+"""Tokens of a program that routes, a warp each."""
 PLACE_PROGRAMS = 128
 """Programs that place pairs; each reads all counts."""
 
@@ -186,7 +186,7 @@ def sort_by_expert(
         ROWS=ROUTE_ROWS,
         SOFTCAP=softcap > 0,
         NORM_TOPK=norm_topk,
-        num_warps=4,
+        num_warps=ROUTE_ROWS,
     )
     own = cdiv(blocks, PLACE_PROGRAMS)
     _place_kernel[(cdiv(blocks, own),)](
@@ -204,5 +204,5 @@ def sort_by_expert(
         ROWS=ROUTE_ROWS,
         TILE=tile.rows,
         MAX_TILES=sort.tiles.shape[1],
-        num_warps=4,
+        num_warps=8,
     )
