@@ -492,7 +492,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--plan", default=PLAN, help=f"of {', '.join(SECONDS)}, with commas")
     parser.add_argument("--vllm-site", type=Path, help="folder that vLLM 0.25.1 is installed in")
-    parser.add_argument("--kernels", default="cuda")
+    parser.add_argument("--kernels", default="auto")
     parser.add_argument("--chunk", type=int, default=0, help="our most prompt rows a step; 0: our own")
     parser.add_argument("--scale", type=float, default=1.0, help="of every side's time limit")
     parser.add_argument("--tiny", action="store_true")
