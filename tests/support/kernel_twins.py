@@ -135,5 +135,5 @@ class Scene:
             if shape.has_gate:
                 opened = torch.nn.functional.softplus(gate.float()).to(y.dtype)
                 y = (y.float() * opened.float()[..., None]).to(y.dtype)
-            out.append((y.reshape(n, -1), k, v.view(n, J, P), at))
+            out.append((y.reshape(n, H * P), k, v.view(n, J, P), at))
         return out

@@ -1,34 +1,35 @@
 // Attention of decode and verify rows over the paged cache: norm, rotation and KV append on the way in.
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
-// QK_NORM; GATE; SPLIT keys taken at a time (128); KV_BLOCK keys a page; CLUSTER programs that share a KV head's keys;
-// TILES of 16 queries that a cluster takes; LONE: there is one row, and a cluster for each KV head; INBOX, where not 0:
-// parts that a lone row's program has room for, so that they are handed over instead of fetched.
-// The context is cut at absolute multiples of SPLIT. Split s goes to program s % CLUSTER of a cluster, which adds its
-// splits in their order; at the end the cluster's programs share out the queries and add what each other has of them,
-// always in the programs' order. A split that a row does not see changes nothing of the row. So a row's bits are its
-// own, alone or beside others.
+// QK_NORM; GATE; KV_BLOCK keys a page; KEY_PARTS in which a row's keys are added up; CLUSTER programs that share them, a
+// divisor of KEY_PARTS; COLS rows at most.
+// The context is cut at absolute multiples of 128 keys. Split s belongs to part s % KEY_PARTS, and sixteen of its keys to
+// each warp of the program that has the part: there each warp is on its own, with a running softmax. Then the warps' sums
+// are added, and handed over to the programs of the cluster, each of which adds up its own dimensions over the parts,
+// always in the same order. A split or part that a row does not see changes nothing of the row. So a row's bits are
+// its own, alone or beside others, and do not follow the size of the cluster.
+// No program leaves a cluster that has a task before all of it have handed their sums over to it.
 #include "common.cuh"
 
 #define WARPS 8
+#define KEYS 16
+#define SPLIT (WARPS * KEYS)
 #define GROUP (H / J)
-// Queries that matter of a tile's 16: of a lone row often half.
-#define HALVES (LONE && GROUP <= 8 ? 1 : 2)
-#define QUERIES (TILES * 8 * HALVES)
+// Queries that matter of the 16 of a matrix instruction: of a lone row often half.
+#define HALVES (COLS == 1 && GROUP <= 8 ? 1 : 2)
+#define QUERIES (8 * HALVES)
 #define STRIDE (P + 8)
-#define PSTRIDE (SPLIT + 8)
-#define SUMS (P + 4)
-#define KEYS (SPLIT / WARPS)
+#define TILE (2 * KEYS * STRIDE)
+#define SUM_STRIDE (P + 8)
+#define OWN (P / CLUSTER)
+#define SLICES (P / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
-#define SLICE (P / WARPS)
-#define SLICES (SLICE / 8)
-#define TAKE 8
-#define COPIED_KEYS (WARPS * 32 / (P / 8))
-#define COPIES (SPLIT / COPIED_KEYS)
-// A page holds a whole number of COPIED_KEYS, or they of it.
-#define PAGES (KV_BLOCK < SPLIT ? SPLIT / KV_BLOCK : 1)
-#define AT_ONCE (LONE ? 1 : 2)
+// Queries and rows of this step that half a warp normalises and turns.
+#define ROUNDS ((QUERIES + COLS + 15) / 16)
+// A page holds a whole number of a warp's keys, or they of it.
+#define PAGES (KV_BLOCK < KEYS ? KEYS / KV_BLOCK : 1)
+#define MOST 16
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
 #define INF __int_as_float(0x7f800000)
@@ -40,16 +41,17 @@ struct Task {
 
 // Where the requests' rows stand, read once by each program.
 struct Rows {
-    int count[16], start[16], first[16];
+    int count[MOST], start[MOST], position[MOST];
 };
 
 // The task at place `index` of all requests' tasks in a row; false past the end.
 DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests) {
     for (int r = 0; r < num_requests; r++) {
-        const int count = rows.count[r], first = rows.first[r];
+        const int count = rows.count[r];
         const int tasks = J * ((count * GROUP + QUERIES - 1) / QUERIES);
         if (index < tasks) {
-            const int last = first + count - 1, low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
+            const int first = rows.position[rows.start[r]], last = first + count - 1;
+            const int low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
             task.request = r, task.head = index % J, task.first_query = index / J * QUERIES;
             task.num_queries = min(count * GROUP - task.first_query, QUERIES);
             task.start = rows.start[r], task.first = first, task.last = last;
@@ -58,51 +60,65 @@ DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests)
         }
         index -= tasks;
     }
+    task.num_queries = 0;
     return false;
 }
 
-// A program's place among those of its cluster that have splits of the task, and beyond them.
-DEVICE int place_of(const Task &task, int rank) { return (rank + CLUSTER - task.low_split % CLUSTER) % CLUSTER; }
+// A part's place among those that have splits of the task, and beyond them.
+DEVICE int place_of(const Task &task, int part) { return (part + KEY_PARTS - task.low_split % KEY_PARTS) % KEY_PARTS; }
 
-// Page n of a split, if it holds keys that earlier steps left.
-DEVICE int page_of(int first, int split, const int *own_table, int n) {
-    const int key = split * SPLIT + n * KV_BLOCK;
-    return key < first ? load_fresh32(own_table + (u32)key / KV_BLOCK) : 0;
+// The page of a warp's keys in a split, lane n's the nth where they are several, as far as earlier steps left keys there.
+DEVICE int page_of(const Task &task, int split, const int *own_table, int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + (PAGES > 1 ? lane % PAGES * KV_BLOCK : 0);
+    return key < task.first ? load_fresh32(own_table + (u32)key / KV_BLOCK) : 0;
 }
 
-// Start copies of a split's keys, or values, that earlier steps left; zeros elsewhere. A thread copies pieces of keys
-// COPIED_KEYS apart.
-DEVICE void copy_pages(u16 *to, const u16 *cache, const int *pages, int first, int split, int head, int thread) {
-    const u32 k = (u32)thread / (P / 8), d = (u32)thread % (P / 8) * 8;
-    const int left = first - split * SPLIT - (int)k;
-    const u16 *from = cache + (k % KV_BLOCK * J + head) * P + d;
-    const int *own_pages = pages + k / KV_BLOCK;
-    to += k * STRIDE + d;
-    int page[COPIES];
+// Start copies of a warp's keys of a split, or of their values, that earlier steps left; zeros elsewhere. A lane copies
+// pieces of keys I, I + 2, and so on, `left` of which there are.
+template <int I> DEVICE void copy_pieces(Place to, const u16 *from, int left, int page) {
+    const u16 *own = PAGES == 1 ? from : from + (size_t)(u32)from_lane(page, I / KV_BLOCK) * (KV_BLOCK * J * P);
+    copy_async<I * STRIDE * 2, (PAGES == 1 ? I : I % KV_BLOCK) * J * P * 2>(
+        to, own, (u32)(left - 1 - I) < (WINDOW > 0 ? WINDOW - 1 : 0x7fffffff));
+    if constexpr (I + 2 < KEYS) copy_pieces<I + 2>(to, from, left, page);
+}
+DEVICE void copy_keys(Place to, const u16 *cache, const Task &task, int split, int page, int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + lane / 16;
+    const u16 *from = cache + ((u32)key % KV_BLOCK * J + task.head) * P + lane % 16 * 8;
+    if (PAGES == 1) from += (size_t)(u32)page * (KV_BLOCK * J * P);
+    copy_pieces<0>(to, from, task.first - key, page);
+}
+
+// Ask for a warp's keys and values of a split into L2.
+DEVICE void prefetch_keys(const u16 *k_cache, const u16 *v_cache, const Task &task, int split, const int *own_table,
+                          int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + lane / 2;
+    if (key >= task.first) return;
+    const size_t page = load_fresh32(own_table + (u32)key / KV_BLOCK);
+    const size_t at = (page * KV_BLOCK + key % KV_BLOCK) * (J * P) + task.head * P + lane % 2 * (P / 2);
+    prefetch_line(k_cache + at), prefetch_line(v_cache + at);
+}
+
+// Scores of a warp's 16 keys, from dimension D on.
+template <int D> DEVICE void add_scores(float (&scores)[2][4], Place queries, Place keys) {
+    const uint4 a = load_matrices<D * 2>(queries), b = load_matrices<D * 2>(keys);
+    multiply(scores[0], a.x, a.y, a.z, a.w, b.x, b.y);
+    multiply(scores[1], a.x, a.y, a.z, a.w, b.z, b.w);
+    if constexpr (D + 16 < P) add_scores<D + 16>(scores, queries, keys);
+}
+
+// Their values by the queries' shares of them, from slice N of eight dimensions on.
+template <int N> DEVICE void add_values(float (&acc)[SLICES][2 * HALVES], const u32 (&shares)[2][2], Place values) {
+    const uint4 b = load_transposed<N * 16>(values);
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) page[i] = own_pages[i * COPIED_KEYS / KV_BLOCK];
+    for (int i = 0; i < 2; i++) {
+        float sum[4] = {};
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-        const int on = i * COPIED_KEYS;
-        copy_async(to + on * STRIDE, from + (size_t)(u32)page[i] * (KV_BLOCK * J * P) + on % KV_BLOCK * J * P,
-                   on < left && (WINDOW == 0 || on > left - WINDOW));
+        for (int e = 0; e < 2 * HALVES; e++) sum[e] = acc[N + i][e];
+        multiply(sum, shares[0][0], shares[0][1], shares[1][0], shares[1][1], i ? b.z : b.x, i ? b.w : b.y);
+#pragma unroll
+        for (int e = 0; e < 2 * HALVES; e++) acc[N + i][e] = sum[e];
     }
-}
-
-// Where elements d and on of a key lie in the cache.
-DEVICE size_t place_in_cache(int page, int key, int head, int d) {
-    return ((size_t)page * (KV_BLOCK * J) + (key % KV_BLOCK * J + head)) * P + d;
-}
-
-// Ask for a split into L2, while there is nothing else to do.
-DEVICE void prefetch_split(const u16 *k_cache, const u16 *v_cache, const Task &task, int split, const int *own_table,
-                           int thread) {
-    const int k = thread / 2;  // two lines a key, SPLIT keys, two threads for each
-    if (split * SPLIT + k < task.first) {
-        const int page = load_fresh32(own_table + (split * SPLIT + k) / KV_BLOCK);
-        const size_t at = place_in_cache(page, split * SPLIT + k, task.head, thread % 2 * (P / 2));
-        prefetch_line(k_cache + at), prefetch_line(v_cache + at);
-    }
+    if constexpr (N + 2 < SLICES) add_values<N + 2>(acc, shares, values);
 }
 
 DEVICE uint4 load_fresh8(const u16 *p) {
@@ -147,323 +163,307 @@ DEVICE float softplus(float x) {
     return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
 }
 
-// Where the part of a query that the program at a place has lies in the inbox of the program that adds them.
-DEVICE int slot_of(const Task &task, int place, int query) {
-    const int live = min(task.num_splits, CLUSTER);
-    return place * ((task.num_queries + live - 1) / live) + query / live;
-}
-
 DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
     if (!GATE || query >= task.num_queries) return 0;
     const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
     return load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head);
 }
 
-// Add a query's sums of all programs of the cluster, a warp a query.
-DEVICE void add_parts(const Task &task, int query, float opened, const float *sums, const float *stats, u16 *out,
-                      int lane) {
-    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
-    float peak = -INF, total = 0.0f;
-    float4 acc = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int from = 0; from < CLUSTER; from += TAKE) {
-        float4 part[TAKE];
-        float2 stat[TAKE];
-        float highest = peak;
+// The weight of what was summed up below a peak, where sums below another, the highest, are added to it.
+DEVICE float weight_of(float peak, float highest) { return power2(peak - (highest == -INF ? 0.0f : highest)); }
+
+// What half a warp normalises and turns: queries, and rows of this step whose keys fall into the program's splits.
+struct Items {
+    uint4 by[ROUNDS], cosines[ROUNDS], sines[ROUNDS];
+    int block[ROUNDS], position[ROUNDS];
+    bool wanted[ROUNDS];
+};
+
+// The constant part, which needs no waiting.
+DEVICE void begin_items(Items &items, const Task &task, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table,
+                        const u16 *sin_table, const int *own_table, int thread) {
+    const int lane = thread & 31, rank = blockIdx.x % CLUSTER;
 #pragma unroll
-        for (int j = 0; j < TAKE; j++) {
-            const int place = place_of(task, from + j), slot = INBOX ? slot_of(task, place, query) : query;
-            const bool here = from + j < CLUSTER && place < task.num_splits;
-            const float *own_stat = stats + slot * 2, *own = sums + slot * SUMS + lane * 4;
-            stat[j] = make_float2(-INF, 0), part[j] = make_float4(0, 0, 0, 0);
-            if (here) stat[j] = INBOX ? *(const float2 *)own_stat : load_remote2(own_stat, from + j);
-            if (here) part[j] = INBOX ? *(const float4 *)own : load_remote4(own, from + j);
-            highest = fmaxf(highest, stat[j].x);
-        }
-        const float safe = highest == -INF ? 0.0f : highest, fade = power2(peak - safe);
-        total *= fade, acc.x *= fade, acc.y *= fade, acc.z *= fade, acc.w *= fade;
-        peak = highest;
-#pragma unroll
-        for (int j = 0; j < TAKE; j++) {
-            const float by = power2(stat[j].x - safe);
-            total += stat[j].y * by;
-            acc.x += part[j].x * by, acc.y += part[j].y * by, acc.z += part[j].z * by, acc.w += part[j].w * by;
-        }
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j, row = i - QUERIES;
+        const int position = task.first + (row < 0 ? (task.first_query + i) / GROUP : row);
+        const bool is_own = position <= task.last && position / SPLIT % KEY_PARTS % CLUSTER == rank;
+        items.position[j] = position, items.wanted[j] = row < 0 ? i < task.num_queries : is_own;
+        items.by[j] = *(const uint4 *)((row < 0 ? q_norm : k_norm) + lane % 16 * 8);
+        items.cosines[j] = items.sines[j] = make_uint4(0, 0, 0, 0), items.block[j] = 0;
+        if (!items.wanted[j]) continue;
+        items.cosines[j] = angles(cos_table, position, lane), items.sines[j] = angles(sin_table, position, lane);
+        if (row >= 0) items.block[j] = load_fresh32(own_table + position / KV_BLOCK);
     }
-    const float by = quotient(1.0f, total);
-    const float y[4] = {rounded(acc.x * by) * opened, rounded(acc.y * by) * opened, rounded(acc.z * by) * opened,
-                        rounded(acc.w * by) * opened};
-    *(uint2 *)(out + (size_t)row * (H * P) + head * P + lane * 4) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
 }
 
-CLUSTER_KERNEL(LONE ? 88 : 128, CLUSTER)
+// All clusters of a (request, KV head) compute its rows' keys; the first one's program writes them to the cache.
+DEVICE void finish_items(const Items &items, const Task &task, const u16 *qkv, u16 *queries, u16 *fresh, u16 *k_cache,
+                         u16 *v_cache, float eps, int thread) {
+    const int lane = thread & 31, d = lane % 16 * 8;
+    uint4 raw[ROUNDS], v[ROUNDS];
+#pragma unroll
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j;
+        raw[j] = v[j] = make_uint4(0, 0, 0, 0);
+        if (!items.wanted[j]) continue;
+        const u16 *from = qkv + (size_t)(task.start + items.position[j] - task.first) * WIDTH + d;
+        raw[j] = load_fresh8(from + (i < QUERIES ? task.head * GROUP + (task.first_query + i) % GROUP : H + task.head) * P);
+        if (i >= QUERIES) v[j] = load_fresh8(from + (H + J + task.head) * P);
+    }
+#pragma unroll
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j, row = i - QUERIES;
+        const uint4 x = turned(raw[j], items.by[j], items.cosines[j], items.sines[j], eps, lane);
+        if (row < 0) *(uint4 *)(queries + i * STRIDE + d) = x;  // zeros for those that there are not
+        if (row < 0 || !items.wanted[j]) continue;
+        *(uint4 *)(fresh + row * 2 * STRIDE + d) = x;
+        *(uint4 *)(fresh + (row * 2 + 1) * STRIDE + d) = v[j];
+        if (task.first_query > 0) continue;
+        const size_t slot = (size_t)items.block[j] * KV_BLOCK + items.position[j] % KV_BLOCK;
+        *(uint4 *)(k_cache + slot * (J * P) + task.head * P + d) = x;
+        *(uint4 *)(v_cache + slot * (J * P) + task.head * P + d) = v[j];
+    }
+}
+
+// What a warp has summed up of its keys of a part: for each of a lane's queries the peak of the scores, and the totals
+// and sums of values below it.
+struct Sums {
+    float values[SLICES][2 * HALVES], totals[4], peak[HALVES];
+};
+
+// Turn the scores of a warp's keys from `from` on into shares, and let what was summed up before fade.
+DEVICE void take_scores(Sums &sums, float (&scores)[2][4], u32 (&shares)[2][2], const Task &task, int from, float scale,
+                        int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        const int p = task.first + (task.first_query + g + 8 * half) / GROUP;
+        float now = sums.peak[half];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int key = from + (i >> 1) * 8 + 2 * t + (i & 1);
+            bool seen = key <= (CAUSAL ? p : task.last);
+            if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
+            float &score = scores[i >> 1][2 * half + (i & 1)];
+            score = seen ? score * scale : -INF;
+            now = fmaxf(now, score);
+        }
+        now = fmaxf(now, exchange(now, 1)), now = fmaxf(now, exchange(now, 2));
+        const float fade = weight_of(sums.peak[half], now);
+        sums.peak[half] = now;
+        sums.totals[2 * half] *= fade;
+#pragma unroll
+        for (int n = 0; n < SLICES; n++) sums.values[n][2 * half] *= fade, sums.values[n][2 * half + 1] *= fade;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            shares[n][half] = pack(weight_of(scores[n][2 * half], now), weight_of(scores[n][2 * half + 1], now));
+    }
+}
+
+// Leave a warp's sums where its keys and values were.
+DEVICE void leave_sums(const Sums &sums, float *own, float2 *stats, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        const int query = g + 8 * half;
+#pragma unroll
+        for (int n = 0; n < SLICES; n++)
+            *(float2 *)(own + query * SUM_STRIDE + n * 8 + 2 * t) = make_float2(sums.values[n][2 * half], sums.values[n][2 * half + 1]);
+        if (t == 0) stats[query] = make_float2(sums.peak[half], sums.totals[2 * half]);
+    }
+}
+
+// Add the warps' sums of a part and hand each program of the cluster its dimensions, a warp a query.
+DEVICE void hand_over(const Task &task, int part, const u16 *tiles, const float2 *stats, float *inbox,
+                      float2 *inbox_stats, u64 *arrival, int warp, int lane) {
+#pragma unroll 1
+    for (int query = warp; query < task.num_queries; query += WARPS) {
+        float highest = -INF, total = 0.0f;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, stats[w * QUERIES + query].x);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float2 stat = stats[w * QUERIES + query];
+            const float4 own = *(const float4 *)((const float *)(tiles + w * TILE) + query * SUM_STRIDE + lane * 4);
+            const float by = weight_of(stat.x, highest);
+            total += stat.y * by;
+            sum.x += own.x * by, sum.y += own.y * by, sum.z += own.z * by, sum.w += own.w * by;
+        }
+        const int slot = part * QUERIES + query;
+        send4((float4 *)(inbox + slot * OWN + lane * 4 % OWN), lane * 4 / OWN, sum, arrival);
+        if (lane < CLUSTER) send2(inbox_stats + slot, lane, make_float2(highest, total), arrival);
+    }
+}
+
+// What is handed over to each program of the cluster.
+DEVICE u32 expected_bytes(const Task &task) {
+    return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
+}
+
+// Two dimensions of a query, added up over the parts.
+DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float *inbox, const float2 *inbox_stats,
+                      u16 *out) {
+    float highest = -INF, total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll 4
+    for (int part = 0; part < KEY_PARTS; part++)
+        if (place_of(task, part) < task.num_splits) highest = fmaxf(highest, inbox_stats[part * QUERIES + query].x);
+#pragma unroll 4
+    for (int part = 0; part < KEY_PARTS; part++) {
+        if (place_of(task, part) >= task.num_splits) continue;
+        const float2 stat = inbox_stats[part * QUERIES + query];
+        const float2 own = *(const float2 *)(inbox + (part * QUERIES + query) * OWN + d % OWN);
+        const float by = weight_of(stat.x, highest);
+        total += stat.y * by, x += own.x * by, y += own.y * by;
+    }
+    const float by = quotient(1.0f, total), opened = GATE ? rounded(softplus(from_bf16(gate))) : 1.0f;
+    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+    *(u32 *)(out + (size_t)row * (H * P) + head * P + d) = pack(rounded(x * by) * opened, rounded(y * by) * opened);
+}
+
+CLUSTER_KERNEL(COLS == 1 ? 136 : 128, CLUSTER)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
           const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
-    EXTERN_SHARED(u16, keys);
-    u16 *values = keys + SPLIT * STRIDE;
-    u16 *queries = values + SPLIT * STRIDE;
-    u16 *shares = queries + QUERIES * STRIDE;
-    float *peaks = (float *)(shares + QUERIES * PSTRIDE);
-    // When all is multiplied, the sums take the place of queries and shares; what is handed over has its own.
-    float *sums = INBOX ? peaks + QUERIES * WARPS : (float *)queries, *stats = sums + (INBOX ? INBOX : QUERIES) * SUMS;
-    Rows &rows = *(Rows *)(INBOX ? stats + INBOX * 2 : peaks + QUERIES * WARPS);
-    int *pages = (int *)(&rows + 1);  // of the split at hand, or of the next but one, and of the next
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    EXTERN_SHARED(u16, tiles);
+    u16 *queries = tiles + WARPS * TILE, *fresh = queries + QUERIES * STRIDE;
+    float2 *stats = (float2 *)(fresh + COLS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
+    float *inbox = (float *)(inbox_stats + KEY_PARTS * QUERIES);
+    Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * OWN);
+    Task &task = *(Task *)(&rows + 1);
+    u64 *arrival = (u64 *)((int *)&task + 10);
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int rank = blockIdx.x % CLUSTER;
+    u16 *keys = tiles + warp * TILE, *values = keys + KEYS * STRIDE;
+    const Place queries_at = place_in_shared(queries + (lane & (QUERIES - 1)) * STRIDE + (lane >> 4) * 8);
+    const Place keys_at = place_in_shared(keys + ((lane >> 4) * 8 + (lane & 7)) * STRIDE + (lane & 8));
+    const Place values_at = place_in_shared(values + (lane & 15) * STRIDE + (lane >> 4) * 8);
+    const Place keys_to = place_in_shared(keys + lane / 16 * STRIDE + lane % 16 * 8);
     stamp(STARTED);
 
     // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
-    const uint4 q_by = *(const uint4 *)(q_norm + lane % 16 * 8), k_by = *(const uint4 *)(k_norm + lane % 16 * 8);
-    if (thread < num_requests) {
-        const int count = load_fresh32(row_count + thread), start = load_fresh32(row_start + thread);
-        rows.count[thread] = count, rows.start[thread] = start;
-        rows.first[thread] = count > 0 ? load_fresh32(positions + start) : 0;
+    if (thread < MOST) {
+        rows.count[thread] = load_fresh32(row_count + thread), rows.start[thread] = load_fresh32(row_start + thread);
+        rows.position[thread] = load_fresh32(positions + thread);
     }
     __syncthreads();
-    Task task = {}, next = {};
-    int index = blockIdx.x / CLUSTER, turn = 0;
-    bool goes_on = find_task(task, index, rows, num_requests);
-    index += gridDim.x / CLUSTER;
-    bool has_next = !LONE && find_task(next, index, rows, num_requests);
-    int place = place_of(task, rank), split = task.low_split + place;
-    if (!goes_on || (place >= task.num_splits && !has_next)) {
-        // Nothing to do: leave room. A grid must not end before the one ahead of it has.
-        if (blockIdx.x == 0) {
+    int index = blockIdx.x / CLUSTER;
+    if (thread == 0 && find_task(task, index, rows, num_requests)) {
+        init_arrival(arrival);
+        show_arrivals();
+        expect_bytes(arrival, expected_bytes(task));
+    }
+    __syncthreads();
+    if (task.num_queries == 0) {
+        // Nothing to do for any of the cluster: leave room. A grid must not end before the one ahead of it has.
+        if (blockIdx.x < CLUSTER) {
             let_next_start();
             wait_for_inputs();
         }
         return;
     }
-    bool waited = false, copies = false;
-    // While a split is worked on, the next one's keys arrive where its own were, and then the values. At any
-    // time two groups of copies are under way, the older of which is waited for.
-    while (goes_on) {
+    show_cluster();  // parts may be handed over
+    int parity = 0;
+    bool waited = false;
+    for (bool goes_on = true; goes_on;) {
         const int *own_table = table + (size_t)task.request * table_stride;
-        const int end_split = task.low_split + task.num_splits, live = min(task.num_splits, CLUSTER);
-        const int next_place = place_of(next, rank), num_tiles = TILES == 1 ? 1 : (task.num_queries + 15) / 16;
-        const bool has_part = place < task.num_splits;
-        if (has_part && split + CLUSTER < end_split && thread < PAGES)
-            pages[(turn ^ 1) * PAGES + thread] = page_of(task.first, split + CLUSTER, own_table, thread);
-        if (has_part && !copies) {
-            if (thread < PAGES) pages[turn * PAGES + thread] = page_of(task.first, split, own_table, thread);
-            __syncthreads();
-            copy_pages(keys, k_cache, pages + turn * PAGES, task.first, split, task.head, thread);
-            end_stream_group();
-            copy_pages(values, v_cache, pages + turn * PAGES, task.first, split, task.head, thread);
-            end_stream_group();
-        }
-        copies = false;
-        if (!waited) {
-            let_next_start();
-            // What is asked for after the wait: the rotary rows, and the second split.
-            const size_t turn = (size_t)(task.first + (task.first_query + warp) / GROUP) * HALF + lane * 64;
-            if (lane * 64 < HALF) prefetch_line(cos_table + turn), prefetch_line(sin_table + turn);
-            if (LONE && has_part && split + CLUSTER < end_split)
-                prefetch_split(k_cache, v_cache, task, split + CLUSTER, own_table, thread);
-            stamp(ASKED);
-            wait_for_inputs();
-            stamp(WAITED);
-            waited = true;
-        }
-        if (INBOX) arrive_at_cluster();
-        float acc[TILES][SLICES + 1][4] = {}, peak[TILES][2];
+        const int end_split = task.low_split + task.num_splits;
+        const int d = lane % 16 * 8;
         u16 gate = 0;
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) peak[tile][0] = peak[tile][1] = -INF;
-        for (bool is_first = true; split < end_split; split += CLUSTER, is_first = false) {
-            const int from = split * SPLIT, begin = max(task.first, from), end = min(task.last, from + SPLIT - 1);
-            const bool stays = split + CLUSTER < end_split;
-            copies = stays || (has_next && next_place < next.num_splits);
-            const int then = stays ? split + CLUSTER : next.low_split + next_place;
-            const int then_head = stays ? task.head : next.head, then_first = stays ? task.first : next.first;
-            const int *then_pages = pages + (turn ^ 1) * PAGES;
-            // Pages are looked up one split ahead of their copies, which then need not wait for them.
-            const bool looks = thread < PAGES && split + 2 * CLUSTER < end_split;
-            const int page = looks ? page_of(task.first, split + 2 * CLUSTER, own_table, thread) : 0;
-            if (copies && !stays && thread < PAGES)
-                pages[(turn ^ 1) * PAGES + thread] =
-                    page_of(next.first, then, table + (size_t)next.request * table_stride, thread);
-            if (begin <= end) {
-                wait_for_stream<0>();  // rows of this step go between keys and values that must have come
+        bool may_hand_over = false;
+#pragma unroll 1
+        for (int part = rank; part < KEY_PARTS; part += CLUSTER) {
+            int split = task.low_split + place_of(task, part), next_page = 0;
+            const bool is_there = split < end_split;
+            if (part != rank && is_there) __syncthreads();  // the warps' sums have been read
+            if (is_there) {
+                const int page = page_of(task, split, own_table, warp, lane);
+                next_page = page_of(task, split + KEY_PARTS, own_table, warp, lane);
+                copy_keys(keys_to, k_cache, task, split, page, warp, lane);
+                end_stream_group();
+                copy_keys(keys_to + KEYS * STRIDE * 2, v_cache, task, split, page, warp, lane);
+                end_stream_group();
+            }
+            if (part == rank) {
+                Items items;
+                begin_items(items, task, q_norm, k_norm, cos_table, sin_table, own_table, thread);
+                if (!waited) {
+                    let_next_start();
+                    stamp(ASKED);
+                    wait_for_inputs();
+                    stamp(WAITED);
+                    waited = true;
+                }
+                gate = gate_of(task, thread / (OWN / 2), qkv);
+                finish_items(items, task, qkv, queries, fresh, k_cache, v_cache, eps, thread);
                 __syncthreads();
+                stamp(PREPARED);
             }
-            // The queries, and the rows of this step whose own keys fall into this split. All clusters of a
-            // (request, KV head) compute those; the first one's program writes them.
-            const int fresh = is_first ? task.num_queries : 0, items = fresh + max(end - begin + 1, 0);
-            if (is_first) gate = gate_of(task, place + live * warp, qkv);
-            for (int base = 2 * warp; base < items; base += 2 * AT_ONCE * WARPS) {
-                // Two heads a warp at a time; loads first, then the arithmetic.
-                uint4 raw[AT_ONCE], v[AT_ONCE], cosines[AT_ONCE], sines[AT_ONCE];
-                int block[AT_ONCE];
-                const int d = lane % 16 * 8;
+            if (!is_there) continue;
+            if (CLUSTER < KEY_PARTS && part + CLUSTER < KEY_PARTS) {
+                const int next = task.low_split + place_of(task, part + CLUSTER);
+                if (next < end_split) prefetch_keys(k_cache, v_cache, task, next, own_table, warp, lane);
+            }
+            Sums sums = {};
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) {
-                    const int i = base + lane / 16 + 2 * j * WARPS, c = task.first_query + i;
-                    const bool is_query = i < fresh;
-                    const int position = is_query ? task.first + c / GROUP : begin + i - fresh;
-                    raw[j] = v[j] = cosines[j] = sines[j] = make_uint4(0, 0, 0, 0), block[j] = 0;
-                    if (i >= items) continue;
-                    const u16 *row = qkv + (size_t)(task.start + position - task.first) * WIDTH;
-                    const int head = is_query ? task.head * GROUP + c % GROUP : H + task.head;
-                    raw[j] = load_fresh8(row + head * P + d);
-                    cosines[j] = angles(cos_table, position, lane);
-                    sines[j] = angles(sin_table, position, lane);
-                    if (is_query) continue;
-                    v[j] = load_fresh8(row + (head + J) * P + d);
-                    block[j] = load_fresh32(own_table + position / KV_BLOCK);
-                }
+            for (int half = 0; half < HALVES; half++) sums.peak[half] = -INF;
 #pragma unroll 1
-                for (int i = base + lane / 16, on = base; on < min(items, base + 2 * AT_ONCE * WARPS); on += 2 * WARPS) {
-                    const int position = begin + i - fresh;
-                    const uint4 x = turned(raw[0], i < fresh ? q_by : k_by, cosines[0], sines[0], eps, lane);
-                    if (i < fresh) *(uint4 *)(queries + i * STRIDE + d) = x;
-                    if (i >= fresh && i < items) {
-                        *(uint4 *)(keys + (position - from) * STRIDE + d) = x;
-                        *(uint4 *)(values + (position - from) * STRIDE + d) = v[0];
-                        if (task.first_query == 0) {
-                            const size_t at = place_in_cache(block[0], position, task.head, d);
-                            *(uint4 *)(k_cache + at) = x;
-                            *(uint4 *)(v_cache + at) = v[0];
-                        }
-                    }
-                    i += 2 * WARPS;
-#pragma unroll
-                    for (int j = 1; j < AT_ONCE; j++) {
-                        raw[j - 1] = raw[j], v[j - 1] = v[j], block[j - 1] = block[j];
-                        cosines[j - 1] = cosines[j], sines[j - 1] = sines[j];
-                    }
+            for (; split < end_split; split += KEY_PARTS) {
+                const int from = split * SPLIT + warp * KEYS;
+                const bool stays = split + KEY_PARTS < end_split;
+                const int later = page_of(task, split + 2 * KEY_PARTS, own_table, warp, lane);
+                wait_for_stream<1>();
+                if (task.last >= from && task.first < from + KEYS) {
+                    // Rows of this step go between keys and values that must have come.
+                    wait_for_stream<0>();
+                    __syncwarp();
+                    const int end = min(task.last, from + KEYS - 1);
+                    for (int key = max(task.first, from); key <= end; key++)
+                        *(uint4 *)((lane < 16 ? keys : values) + (key - from) * STRIDE + d) =
+                            *(const uint4 *)(fresh + ((key - task.first) * 2 + lane / 16) * STRIDE + d);
                 }
+                __syncwarp();
+                float scores[2][4] = {};
+                add_scores<0>(scores, queries_at, keys_at);
+                __syncwarp();
+                if (stays) copy_keys(keys_to, k_cache, task, split + KEY_PARTS, next_page, warp, lane);
+                end_stream_group();
+                u32 shares[2][2] = {};
+                take_scores(sums, scores, shares, task, from, scale, lane);
+                wait_for_stream<1>();
+                __syncwarp();
+                add_values<0>(sums.values, shares, values_at);
+                multiply(sums.totals, shares[0][0], shares[0][1], shares[1][0], shares[1][1], ONES, ONES);
+                __syncwarp();
+                if (stays) copy_keys(keys_to + KEYS * STRIDE * 2, v_cache, task, split + KEY_PARTS, next_page, warp, lane);
+                end_stream_group();
+                next_page = later;
             }
-            wait_for_stream<1>();
+            stamp(ROUTED);
+            leave_sums(sums, (float *)keys, stats + warp * QUERIES, lane);
             __syncthreads();
-            if (is_first) stamp(PREPARED);
-            // Scores of the queries and this warp's 16 keys.
-            float scores[TILES][2][4] = {};
-#pragma unroll
-            for (int d = 0; d < P; d += 16) {
-                const uint4 b = load_matrices(keys + (warp * KEYS + (lane >> 4) * 8 + (lane & 7)) * STRIDE + d + (lane & 8));
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    if (tile >= num_tiles) break;
-                    const uint4 a = load_matrices(queries + (tile * 16 + (lane & (8 * HALVES - 1))) * STRIDE + d + (lane >> 4) * 8);
-                    multiply(scores[tile][0], a.x, a.y, a.z, a.w, b.x, b.y);
-                    multiply(scores[tile][1], a.x, a.y, a.z, a.w, b.z, b.w);
-                }
-            }
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                if (tile >= num_tiles) break;
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) {
-                    const int p = task.first + (task.first_query + tile * 16 + g + 8 * half) / GROUP;
-                    float own_peak = -INF;
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int key = from + warp * KEYS + (i >> 1) * 8 + 2 * t + (i & 1);
-                        bool seen = key <= (CAUSAL ? p : task.last);
-                        if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
-                        float &score = scores[tile][i >> 1][2 * half + (i & 1)];
-                        score = seen ? score * scale : -INF;
-                        own_peak = fmaxf(own_peak, score);
-                    }
-                    own_peak = fmaxf(own_peak, exchange(own_peak, 1)), own_peak = fmaxf(own_peak, exchange(own_peak, 2));
-                    if (t == 0) peaks[(tile * 16 + g + 8 * half) * WARPS + warp] = own_peak;
-                }
-            }
-            __syncthreads();
-            if (is_first) stamp(ROUTED);
-            if (copies) copy_pages(keys, k_cache, then_pages, then_first, then, then_head, thread);
-            end_stream_group();
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                if (tile >= num_tiles) break;
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) {
-                    const int query = tile * 16 + g + 8 * half;
-                    const float4 p = *(const float4 *)(peaks + query * WARPS), q = *(const float4 *)(peaks + query * WARPS + 4);
-                    const float highest = fmaxf(fmaxf(fmaxf(p.x, p.y), fmaxf(p.z, p.w)), fmaxf(fmaxf(q.x, q.y), fmaxf(q.z, q.w)));
-                    const float now = fmaxf(peak[tile][half], highest), safe = now == -INF ? 0.0f : now;
-                    const float fade = power2(peak[tile][half] - safe);
-                    peak[tile][half] = now;
-#pragma unroll
-                    for (int n = 0; n <= SLICES; n++) acc[tile][n][2 * half] *= fade, acc[tile][n][2 * half + 1] *= fade;
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-                        *(u32 *)(shares + query * PSTRIDE + warp * KEYS + n * 8 + 2 * t) =
-                            pack(power2(scores[tile][n][2 * half] - safe), power2(scores[tile][n][2 * half + 1] - safe));
-                }
-            }
-            if (looks) pages[turn * PAGES + thread] = page;
-            wait_for_stream<1>();
-            __syncthreads();
-            // Each warp its own slice of the head, over all keys of the split; and a column of ones, for the totals.
-#pragma unroll 1
-            for (int k = 0; k < SPLIT; k += 32) {
-                uint4 b[SLICES];
-#pragma unroll
-                for (int n = 0; n < SLICES; n++)
-                    b[n] = load_transposed(values + (k + lane) * STRIDE + warp * SLICE + n * 8);
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    if (tile >= num_tiles) break;
-                    const u16 *at = shares + (tile * 16 + (lane & (8 * HALVES - 1))) * PSTRIDE + k + (lane >> 4) * 8;
-                    const uint4 a = load_matrices(at), more = load_matrices(at + 16);
-#pragma unroll
-                    for (int n = 0; n <= SLICES; n++) {
-                        const uint4 w = n < SLICES ? b[n] : make_uint4(ONES, ONES, ONES, ONES);
-                        multiply(acc[tile][n], a.x, a.y, a.z, a.w, w.x, w.y);
-                        multiply(acc[tile][n], more.x, more.y, more.z, more.w, w.z, w.w);
-                    }
-                }
-            }
-            __syncthreads();
-            if (copies) copy_pages(values, v_cache, then_pages, then_first, then, then_head, thread);
-            end_stream_group();
-            turn ^= 1;
+            if (!may_hand_over) wait_for_cluster();
+            may_hand_over = true;
+            hand_over(task, part, tiles, stats, inbox, inbox_stats, arrival, warp, lane);
         }
-        if (INBOX) wait_for_cluster();  // all have begun: what is handed over finds its place
-        const int per = (task.num_queries + live - 1) / live;
-        if (has_part) {
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) {
-                    const int query = tile * 16 + g + 8 * half, to = (task.low_split + query % live) % CLUSTER;
-                    const int slot = INBOX ? place * per + query / live : query;
-                    if (INBOX && query >= task.num_queries) continue;
-                    float *own = sums + slot * SUMS + warp * SLICE + 2 * t, *own_stat = stats + slot * 2;
-                    const float2 stat = make_float2(peak[tile][half], acc[tile][SLICES][2 * half]);
-#pragma unroll
-                    for (int n = 0; n < SLICES; n++) {
-                        const float2 pair = make_float2(acc[tile][n][2 * half], acc[tile][n][2 * half + 1]);
-                        if (INBOX)
-                            store_remote2(own + n * 8, to, pair);
-                        else
-                            *(float2 *)(own + n * 8) = pair;
-                    }
-                    if (warp > 0 || t > 0) continue;
-                    if (INBOX)
-                        store_remote2(own_stat, to, stat);
-                    else
-                        *(float2 *)own_stat = stat;
-                }
-            }
-        }
+        if (!may_hand_over) wait_for_cluster();
         stamp(FIRST_DONE);
-        float opened = GATE ? rounded(softplus(from_bf16(gate))) : 1.0f;
-        stamp(FIRST_DONE);
-        sync_cluster();
-        for (int query = place + live * warp; has_part && query < task.num_queries; query += live * WARPS) {
-            gate = gate_of(task, query + live * WARPS, qkv);
-            add_parts(task, query, opened, sums, stats, out, lane);
-            if (GATE) opened = rounded(softplus(from_bf16(gate)));
+        wait_for_bytes(arrival, parity);
+        parity ^= 1;
+        for (int i = thread; i < task.num_queries * (OWN / 2); i += WARPS * 32) {
+            const int query = i / (OWN / 2);
+            add_parts(task, query, rank * OWN + i % (OWN / 2) * 2, i == thread ? gate : gate_of(task, query, qkv), inbox,
+                      inbox_stats, out);
         }
-        if (!INBOX) sync_cluster();  // what others read stays until they have
-        goes_on = has_next, task = next, place = next_place, split = task.low_split + place;
+        if (COLS == 1) break;
         index += gridDim.x / CLUSTER;
-        has_next = !LONE && find_task(next, index, rows, num_requests);
+        __syncthreads();
+        if (thread == 0 && find_task(task, index, rows, num_requests)) expect_bytes(arrival, expected_bytes(task));
+        __syncthreads();
+        goes_on = task.num_queries > 0;
+        if (goes_on) arrive_at_cluster();  // the next task's parts may be handed over
     }
     stamp(ENDED);
 }

@@ -16,9 +16,12 @@ WARPS = 8
 HEAD_DIM = 128
 SPLIT = 128
 """Keys a program takes at a time."""
+PARTS = 8
+"""In which a row's keys are added up."""
+PROGRAMS = 2
+"""Of a multiprocessor, in steps of more than one row."""
 TILE = 16
 """Queries of a matrix instruction."""
-MAX_TILES = 2
 
 
 def has_clusters(device: torch.device) -> bool:
@@ -26,23 +29,27 @@ def has_clusters(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def cluster_programs(shape: AttentionShape) -> int:
-    """Return how many programs share the keys of a KV head: more where they may be many."""
-    return 8 if shape.window else 16
+def cluster_programs(shape: AttentionShape, cols: int) -> int:
+    """Return how many programs share the parts of a KV head's keys; the bits do not follow it.
+
+    Of many rows there are many tasks: fewer programs each, so that all have room at once.
+    """
+    return PARTS if cols == 1 or (cols == 8 and not shape.window) else 4
 
 
-def inbox_parts(shape: AttentionShape) -> int:
-    """Return how many parts of a lone row's queries a program is handed at most; 0 where there is no room."""
-    if not shape.window:
-        return 0
-    group = shape.num_heads // shape.num_kv_heads
-    most = min(cluster_programs(shape), (shape.window + SPLIT - 2) // SPLIT + 1)
-    return max(programs * cdiv(group, programs) for programs in range(1, most + 1))
+def num_queries(shape: AttentionShape, cols: int) -> int:
+    """Return how many queries a cluster takes at a time."""
+    return TILE // 2 if cols == 1 and shape.num_heads // shape.num_kv_heads <= TILE // 2 else TILE
 
 
-def num_tiles(shape: AttentionShape, cols: int) -> int:
-    """Return how many tiles of queries a program takes."""
-    return min(cdiv(cols * shape.num_heads // shape.num_kv_heads, TILE), MAX_TILES)
+def _shared_bytes(shape: AttentionShape, cols: int) -> int:
+    """Return the bytes of shared memory of a program."""
+    queries = num_queries(shape, cols)
+    own_dims = shape.head_dim // cluster_programs(shape, cols)
+    # Keys and values of a split, queries, keys and values of the step's rows; peaks and totals of warps and
+    # parts, sums of parts in the program's own dimensions; where rows stand, the task, an arrival.
+    vectors = 2 * SPLIT + queries + 2 * cols
+    return vectors * (shape.head_dim + 8) * 2 + queries * (8 * (WARPS + PARTS) + 4 * PARTS * own_dims) + 240
 
 
 def fits_attention(shape: AttentionShape) -> bool:
@@ -51,7 +58,6 @@ def fits_attention(shape: AttentionShape) -> bool:
         shape.head_dim == HEAD_DIM
         and shape.rotary_dim in (32, 64, 128)
         and shape.num_heads % shape.num_kv_heads == 0
-        and shape.num_heads // shape.num_kv_heads <= MAX_TILES * TILE
     )
 
 
@@ -82,10 +88,8 @@ def attend(
         launch: What the launches of a step share.
         eps: Of the query and key norms.
     """
-    p, heads = shape.head_dim, shape.num_kv_heads
-    cluster, tiles = cluster_programs(shape), num_tiles(shape, launch.cols)
-    is_lone, group = launch.cols == 1, shape.num_heads // heads
-    inbox = inbox_parts(shape) if is_lone else 0
+    p, heads, cols = shape.head_dim, shape.num_kv_heads, launch.cols
+    cluster, queries = cluster_programs(shape, cols), num_queries(shape, cols)
     source = Source.of(
         "attention",
         H=shape.num_heads,
@@ -96,18 +100,14 @@ def attend(
         CAUSAL=shape.causal,
         QK_NORM=shape.has_qk_norm,
         GATE=shape.has_gate,
-        SPLIT=SPLIT,
         KV_BLOCK=cache[0].shape[1],
+        KEY_PARTS=PARTS,
         CLUSTER=cluster,
-        TILES=tiles,
-        LONE=is_lone,
-        INBOX=inbox,
+        COLS=cols,
     )
-    queries = tiles * (TILE // 2 if is_lone and group <= TILE // 2 else TILE)
-    shared = (2 * SPLIT + queries) * (p + 8) * 2 + queries * (SPLIT + 8 + 2 * WARPS) * 2 + 3 * 16 * 4
-    shared += 2 * 4 * max(1, SPLIT // cache[0].shape[1]) + inbox * (p + 6) * 4
-    # A lone row has a cluster for each KV head, and leaves room for what comes next.
-    spread = 1 if is_lone else max(1, 2 * multiprocessors(qkv.device) // (cluster * heads))
+    num_clusters = heads * cdiv(shape.num_heads // heads, queries)
+    if cols > 1:
+        num_clusters = min(cols * num_clusters, max(1, PROGRAMS * multiprocessors(qkv.device) // cluster))
     arguments = (
         qkv,
         out,
@@ -122,9 +122,9 @@ def attend(
     scale = p**-0.5 * 1.4426950408889634
     launch_kernel(
         source,
-        spread * heads * cluster,
+        num_clusters * cluster,
         32 * WARPS,
-        shared,
+        _shared_bytes(shape, cols),
         (*arguments, rows.num_requests, float(eps), scale, block_table.stride(0)),
         launch,
     )

@@ -15,14 +15,15 @@ FULL = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=128, rotary_dim=64)
 SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=128, window=150)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_clusters(monkeypatch):
     """Two programs a cluster, so that a small test's programs have several splits."""
-    monkeypatch.setattr(module, "cluster_programs", lambda shape: 2)
+    monkeypatch.setattr(module, "PARTS", 4)
+    monkeypatch.setattr(module, "cluster_programs", lambda shape, cols: 4 if cols == 1 else 2)
 
 
 def scene_of(shape, contexts, counts, draw, poisoned, device):
-    return Scene(shape, contexts, counts, draw, poisoned, device, max_len=640, kv_block=16)
+    return Scene(shape, contexts, counts, draw, poisoned, device, max_len=2304, kv_block=16)
 
 
 def run(scene, cols=16):
@@ -44,6 +45,7 @@ def run(scene, cols=16):
 CASES = [
     (FULL, [31, 0, 250], [2, 5, 6]),
     (FULL, [600], [8]),
+    (FULL, [40, 300, 20, 513], [0, 3, 0, 1]),
     (SLIDING, [253], [7]),
     (SLIDING, [3, 520], [4, 2]),
     (dataclasses.replace(SLIDING, causal=False, has_gate=False), [280, 12], [4, 3]),
@@ -51,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("small_clusters")
 @pytest.mark.parametrize(("shape", "contexts", "counts"), CASES)
 def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shape, contexts, counts):
     scene = scene_of(shape, contexts, counts, draw, poisoned, device)
@@ -64,6 +67,7 @@ def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shap
     assert out[scene.total :].isnan().all()
 
 
+@pytest.mark.usefixtures("small_clusters")
 @pytest.mark.parametrize("shape", [FULL, SLIDING])
 def test_a_verified_row_has_the_bits_of_plain_decoding(draw, poisoned, device, shape):
     before, n = 381, 7
@@ -82,3 +86,36 @@ def test_a_verified_row_has_the_bits_of_plain_decoding(draw, poisoned, device, s
             alone.qkv[3 * r] = block.qkv[i]
             row = run(alone, cols)[3 * r]
             assert torch.equal(row.view(torch.int16), together[i].view(torch.int16))
+
+
+ONE_HEAD = {
+    "full": AttentionShape(num_heads=6, num_kv_heads=1, head_dim=128, rotary_dim=64),
+    "window": AttentionShape(num_heads=8, num_kv_heads=1, head_dim=128, rotary_dim=128, window=512),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_clusters_as_large_as_on_a_card_give_the_same_bits(draw, poisoned, device, kind):
+    before = 2045  # six rows from there are in two splits
+    block = scene_of(ONE_HEAD[kind], [before], [6], draw, poisoned, device)
+    together = run(block, 8).clone()
+    for i in (0, 4):
+        alone = scene_of(ONE_HEAD[kind], [before + i], [1], draw, poisoned, device)
+        alone.norms, alone.rotary = block.norms, block.rotary
+        alone.cache, alone.table = block.cache, block.table
+        alone.qkv[0] = block.qkv[i]
+        row = run(alone, 1)[0]
+        assert torch.equal(row.view(torch.int16), together[i].view(torch.int16))
+
+
+@pytest.mark.usefixtures("small_clusters")
+@pytest.mark.parametrize("cols", [1, 8, 16])
+@pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
+def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, counts, cols):
+    scene = scene_of(FULL, [300] * max(len(counts), 1), counts or [0], draw, poisoned, device)
+    scene.rows.num_requests.fill_(len(counts))
+    scene.rows.positions.fill_(2**30)  # of rows that there are not
+    before = [pages.clone() for pages in scene.cache]
+    assert run(scene, cols).isnan().all()
+    for pages, kept in zip(scene.cache, before, strict=True):
+        assert torch.equal(pages.view(torch.int16), kept.view(torch.int16))
