@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from statistics import median
 from typing import Any
 
-from lean_laguna.engine.gpu_lanes import seconds_between
+from lean_laguna.engine.gpu_state import ENDED, STARTED, VERIFIED
 
 
 class StepTrace:
@@ -18,7 +18,7 @@ class StepTrace:
         self._wrap(engine, "_read_round", self._read_round)
         self._wrap(engine, "_lay_out", self._count("layouts"))
         self._wrap(engine, "_decode", self._timed("decode_s"))
-        self._wrap(engine._lanes, "wait", self._timed("wait_s"))
+        self._wrap(engine._lanes, "wait_for", self._timed("wait_s"))
         self._wrap(engine._draft_lengths, "choose", self._timed("choose_s"))
         self._wrap(engine._draft_lengths, "observe", self._timed("observe_s"))
         self._wrap(engine._prices, "set", self._timed("prices_s"))
@@ -78,9 +78,10 @@ class StepTrace:
         before = [sum(one.lane.drafted) for one in launched]
         result = inner(*args, **rest)
         for one, drafted in zip(launched, before, strict=True):
-            verify_s, draft_s = seconds_between(*one.marks[:2]), seconds_between(*one.marks[1:])
-            gap_s = 0.0 if self._last_end is None else seconds_between(self._last_end, one.marks[0])
-            self._last_end = one.marks[2]
+            stamps = [1e-9 * int(stamp) for stamp in one.said.arrays["stamps"]]
+            verify_s, draft_s = one.verify_s, stamps[ENDED] - stamps[VERIFIED]
+            gap_s = 0.0 if self._last_end is None else stamps[STARTED] - self._last_end
+            self._last_end = stamps[ENDED]
             kind = (sum(one.lane.drafted) - drafted, 16 if one.is_wide else 8, one.num_made_tokens)
             self._kinds[kind].append((verify_s, draft_s, gap_s))
         return result

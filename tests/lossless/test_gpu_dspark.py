@@ -28,7 +28,7 @@ def drafts_on_device(engine):
 
     def noted(name, cols, **options):
         run(name, cols, **options)
-        if name == "propose":
+        if name in ("propose", "step"):
             fields = engine.programs.state.fields
             found.append(fields["input_ids"][1 : fields["num_rows"][0]].tolist())
 

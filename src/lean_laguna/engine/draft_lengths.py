@@ -55,6 +55,20 @@ class DraftLengths:
         self._chosen_of = dict(zip(sequences, lengths, strict=True))
         return lengths
 
+    def hears(self, sequences: Sequence[SequenceState], accepted: Sequence[tuple[int, int]]) -> bool:
+        """Say whether ``observe`` would learn from a step; to be asked once for each step.
+
+        Args:
+            sequences: That the step was for.
+            accepted: Per sequence, its drafts and how many were accepted.
+        """
+        self._check_acceptance(accepted)
+        controller = self.controller
+        if controller is None or controller.is_fixed or not all(s.follows_engine for s in sequences):
+            return False
+        most = max(num_drafts for num_drafts, _ in accepted)
+        return controller.hears(most, len(sequences), self._context_len)
+
     def observe(
         self,
         sequences: Sequence[SequenceState],
@@ -65,7 +79,7 @@ class DraftLengths:
         num_made_tokens: int | None = None,
         is_usual: bool = True,
         are_earlier: bool = False,
-        extra_s: float = 0.0,
+        is_heard: bool = False,
     ) -> None:
         """Report a step that only decoded.
 
@@ -79,11 +93,11 @@ class DraftLengths:
             num_made_tokens: Longest draft made for it, where it was scheduled.
             is_usual: The times are those of steps of this length.
             are_earlier: The step was launched before the one last chosen for; all its drafts are a drafter's.
-            extra_s: Seconds that nothing ran before it, for what was decided or laid out anew in between.
+            is_heard: ``hears`` has said so.
         """
-        self._check_acceptance(accepted)
-        if self.controller is None or not all(s.follows_engine for s in sequences):
+        if not is_heard and not self.hears(sequences, accepted):
             return
+        assert self.controller is not None, "hears() says so"
         chosen = [self._chosen_of.get(sequence, 0) for sequence in sequences]
         are_foreseen = (num > most for (num, _), most in zip(accepted, chosen, strict=True))
         if not are_earlier and any(are_foreseen):
@@ -99,7 +113,7 @@ class DraftLengths:
             unsent=schedule.cut if schedule is not None and len(schedule.cut) == len(sequences) else (),
             num_made_tokens=num_made_tokens,
             is_usual=is_usual,
-            extra_s=extra_s,
+            is_heard=True,
         )
 
     def _check_acceptance(self, accepted: Sequence[tuple[int, int]]) -> None:

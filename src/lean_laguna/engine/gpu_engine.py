@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
-from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Mark, mark, seconds_between
-from lean_laguna.engine.gpu_layout import chances_made, has_filters, split_rows, tokens_said
+from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Plan, Spoke, mark
+from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
@@ -81,6 +82,8 @@ class GpuEngine(LLMEngine):
             self.max_model_len,
             thresholds,
             use_cuda=self._uses_cuda(weight),
+            # Under way, read last, and one to spare; of as many lanes as there can be.
+            num_blocks_said=(self._STEPS_AHEAD + 2) * limits.max_num_seqs,
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)
@@ -92,7 +95,8 @@ class GpuEngine(LLMEngine):
         )
         self._running: list[Lane] = []
         self._rounds: deque[_Round] = deque()
-        self._last_end: Mark | None = None
+        self._held: tuple[Sequence[SequenceState], list[int]] | None = None
+        self._on_device: WeakSet[SequenceState] = WeakSet()
         self._told: set[str] = set()
         self._watcher: LogitsWatcher | None = None
         self._programs.warm_up(self._prompts.dry_runs())
@@ -219,23 +223,34 @@ class GpuEngine(LLMEngine):
         self._counters.decode_s += time.perf_counter() - start_s
 
     def _stays_on_host(self, sequence: SequenceState) -> bool:
+        if sequence in self._on_device:
+            return False  # what it takes to leave the host does not come to an end again
         reasons = needs_host(sequence)
+        if not reasons:
+            self._on_device.add(sequence)
+            return False
         told = ", ".join(reasons)
-        if reasons and told not in self._told:
+        if told not in self._told:
             self._told.add(told)
             print(f"lean-laguna: {told}: chosen on the host, step by step, which is slower", file=sys.stderr)
-        return bool(reasons)
+        return True
 
     def _run_ahead(
         self, sequences: Sequence[SequenceState], deltas: list[CompletionDelta], *, is_alone: bool
     ) -> None:
-        lengths = dict(zip(sequences, self._draft_lengths.choose(sequences), strict=True))
-        if not self._can_go_on(lengths):
-            self._drain(deltas)
-            left = [sequence for sequence in sequences if sequence.is_admitted]
-            self._lay_out(left, [lengths[sequence] for sequence in left])
+        lengths = self._draft_lengths.choose(sequences)
+        if (sequences, lengths) != self._held:
+            wanted = dict(zip(sequences, lengths, strict=True))
+            if self._can_go_on(wanted):
+                for lane in self._running:
+                    lane.wanted = [wanted.get(sequence, 0) for sequence in lane.sequences]
+            else:
+                self._drain(deltas)
+                left = [sequence for sequence in sequences if sequence.is_admitted]
+                self._lay_out(left, [wanted[sequence] for sequence in left])
+            self._held = sequences, lengths
         self._set_prices()
-        while len(self._rounds) < self._STEPS_AHEAD and self._launch_round(lengths, is_alone):
+        while len(self._rounds) < self._STEPS_AHEAD and self._launch_round(is_alone):
             pass
         if self._rounds:
             self._read_round(deltas)
@@ -283,15 +298,17 @@ class GpuEngine(LLMEngine):
                 self._programs.run("propose", cols, filtered=has_filters(own))
             lane.first_drafts = start, mark(self._programs.device)
 
-    def _prepare(self, sequence: SequenceState) -> None:
-        """Make the tables cover all that launched steps may write."""
+    def _prepare(self, sequence: SequenceState) -> int:
+        """Make the tables cover all that launched steps may write; returns the positions they cover."""
         left = sequence.max_positions - sequence.num_computed
-        self.scheduler.prepare(sequence, min(self._limits.decode_span, left))
+        span, size = min(self._limits.decode_span, left), self._limits.kv_block_size
+        self.scheduler.prepare(sequence, span)
+        return -(-(sequence.num_computed + span) // size) * size
 
-    def _launch_round(self, lengths: dict[SequenceState, int], is_alone: bool) -> bool:
+    def _launch_round(self, is_alone: bool) -> bool:
         """Launch a step of each lane that can still have something to say; False where none can."""
         launched = [
-            self._launch(lane, lengths)
+            self._launch(lane)
             for lane in self._running
             if any(lane.sequences[i].completion.num_remaining > lane.num_under_way for i in lane.live)
         ]
@@ -299,93 +316,89 @@ class GpuEngine(LLMEngine):
             self._rounds.append(_Round(launched, is_alone))
         return bool(launched)
 
-    def _launch(self, lane: Lane, lengths: dict[SequenceState, int]) -> Launched:
-        programs, lanes, before = self._programs, self._lanes, lane.num_drafts
-        wanted = [lengths.get(sequence, 0) for sequence in lane.sequences]
+    def _launch(self, lane: Lane) -> Launched:
+        programs, lanes = self._programs, self._lanes
         for i in lane.live:
-            self._prepare(lane.sequences[i])
-            lanes.upload_pages(lane, i)
+            sequence = lane.sequences[i]
+            most = min(sequence.num_computed + self._limits.decode_span, sequence.max_positions)
+            if most > lane.covered[i]:
+                lane.covered[i] = self._prepare(sequence)
+                lanes.upload_pages(lane, i)
         lanes.load(lane)
-        if wanted != before:
-            lanes.set_num_drafts(lane, wanted)
-        live = lane.live
+        plan = lane.plan
+        if lane.wanted != lane.num_drafts:
+            plan = self._plan(lane, lane.num_drafts)
+            lanes.set_num_drafts(lane, lane.wanted)
+            lane.plan = None
+        elif plan is None:
+            plan = lane.plan = self._plan(lane, lane.wanted)
+        assert plan is not None
+        turn, said = programs.run_step(plan.program, plan.cols, filtered=plan.filtered)
+        logits = lanes.read_logits_later() if self._watcher is not None else None
+        made = lane.num_made_tokens
+        lane.num_made_tokens = self._draft_lengths.num_made_tokens if plan.num_asked else None
+        asked, lane.num_asked = lane.num_asked, plan.num_asked
+        lane.num_under_way += 1
+        return Launched(lane, turn, said, lanes.note_end(), logits, made, plan.cols > NARROW, asked)
+
+    def _plan(self, lane: Lane, before: Sequence[int]) -> Plan:
+        """Return what a launch of a lane runs whose rows were laid out for ``before`` drafts each."""
+        live, wanted = lane.live, lane.wanted
+        most = max((wanted[i] for i in live), default=0)
         cols = self._programs.columns(max(sum(1 + drafts[i] for i in live) for drafts in (before, wanted)))
         has_context = any(lane.sequences[i].wants_drafts for i in live)
-        device = programs.device
-        start = mark(device)
-        filtered = has_filters(lane.sequences)
-        programs.run("verify" if has_context else "decode", cols, filtered=filtered)
-        logits = lanes.read_logits_later() if self._watcher is not None else None
-        verified = mark(device)
-        made, lane.num_made_tokens = lane.num_made_tokens, None
-        asked, lane.num_asked = lane.num_asked, max((wanted[i] for i in live), default=0)
-        if any(wanted):
-            programs.run("propose", cols, filtered=filtered)
-            lane.num_made_tokens = self._draft_lengths.num_made_tokens
-        said = lanes.read_later()
-        lane.num_under_way += 1
-        return Launched(lane, said, (start, verified, mark(device)), logits, made, cols > NARROW, asked)
+        program = "step" if most else "verify" if has_context else "decode"
+        return Plan(program, cols, has_filters(lane.sequences), most)
 
     def _read_round(self, deltas: list[CompletionDelta]) -> None:
         """Wait for the oldest step under way and commit what it said."""
         a_round = self._rounds.popleft()
-        sequences: list[SequenceState] = []
-        counts: list[tuple[int, int]] = []
-        draft_s, verify_s, is_known = 0.0, 0.0, a_round.is_alone
-        chances: list[tuple[float, ...] | None] = []
-        is_usual, extra_s = True, 0.0
+        spoke: list[Spoke] = []
         for launched in a_round.launched:
-            self._lanes.wait(launched.marks[2])
-            lane, lane_s = launched.lane, seconds_between(*launched.marks[:2])
-            spoke = self._commit(launched, deltas)
-            for sequence, count, own_chances in spoke:
-                sequences.append(sequence)
-                counts.append(count)
-                chances.append(own_chances)
-            num_rows = sum(1 + count[0] for _, count, _ in spoke)
+            self._lanes.wait_for(launched)
+            spoke += self._commit(launched, deltas)
+        if spoke and a_round.is_alone:
+            sequences, counts = [one.sequence for one in spoke], [one.counts for one in spoke]
+            if self._draft_lengths.hears(sequences, counts):
+                self._learn(a_round, spoke)
+
+    def _learn(self, a_round: _Round, spoke: Sequence[Spoke]) -> None:
+        """Tell who chooses draft lengths of a round that only decoded."""
+        made, is_usual = a_round.launched[0].num_made_tokens, True
+        draft_s = verify_s = 0.0
+        for launched in a_round.launched:
+            drafted = [one.counts[0] for one in spoke if one.launched is launched]
+            num_rows, lane_s = sum(1 + num for num in drafted), launched.verify_s
             self._prices.costs.observe(num_rows, lane_s, is_wide=launched.is_wide)
             # Not so where a request's end cut the drafts, or where the step before or after is a wider one.
-            num_sent = max((count[0] for _, count, _ in spoke), default=0)
-            is_whole = launched.num_made_tokens is not None or num_sent == launched.num_asked
+            is_whole = launched.num_made_tokens is not None or max(drafted, default=0) == launched.num_asked
             is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
             is_usual = is_usual and is_whole and not is_widened
-            begin = launched.marks[0]
-            if lane.draft_s is None and lane.first_drafts is not None:
-                # So that a length tried for one step, which lays everything out anew, teaches something.
-                lane.draft_s, begin = seconds_between(*lane.first_drafts), lane.first_drafts[0]
-            if self._last_end is not None:
-                # Most waiting is for what was decided in between, so no length is to blame for it.
-                extra_s += max(0.0, seconds_between(self._last_end, begin))
-            self._last_end = launched.marks[2]
-            is_known = is_known and lane.draft_s is not None
-            draft_s += lane.draft_s or 0.0
+            draft_s += launched.drafted_s
             verify_s += lane_s
-            lane.draft_s = seconds_between(*launched.marks[1:])
-            self._lanes.give_back(launched.said)
-        if is_known and sequences:
-            made = a_round.launched[0].num_made_tokens
-            if self._schedule is not None:
-                is_told = made is not None or self._schedule.wants_chances
-                self._schedule.note([num for num, _ in counts], chances if is_told else [()] * len(counts))
-            self._draft_lengths.observe(
-                sequences,
-                counts,
-                draft_s=draft_s,
-                verify_s=verify_s,
-                num_made_tokens=made,
-                is_usual=is_usual,
-                are_earlier=True,
-                extra_s=extra_s,
+        counts = [one.counts for one in spoke]
+        if self._schedule is not None:
+            is_told = made is not None or self._schedule.wants_chances
+            self._schedule.note(
+                [num for num, _ in counts], [one.chances() if is_told else () for one in spoke]
             )
+        self._draft_lengths.observe(
+            [one.sequence for one in spoke],
+            counts,
+            draft_s=draft_s,
+            verify_s=verify_s,
+            num_made_tokens=made,
+            is_usual=is_usual,
+            are_earlier=True,
+            is_heard=True,
+        )
 
-    def _commit(
-        self, launched: Launched, deltas: list[CompletionDelta]
-    ) -> list[tuple[SequenceState, tuple[int, int], tuple[float, ...] | None]]:
-        """Commit what one lane's step said; returns who spoke, drafts verified and accepted, and chances."""
+    def _commit(self, launched: Launched, deltas: list[CompletionDelta]) -> list[Spoke]:
+        """Commit what one lane's step said."""
         lane, fields = launched.lane, launched.said.arrays
         lane.num_under_way -= 1
         spoke = []
-        chances, lane.chances = lane.chances, self._chances_after(lane, fields)
+        launched.before, lane.last = lane.last, (fields, self._count_cuts(lane, fields))
         for i, sequence in enumerate(lane.sequences):
             tokens = tokens_said(fields, i, lane.emitted[i])
             drafted = int(fields["drafted"][i]) - lane.drafted[i]
@@ -393,27 +406,30 @@ class GpuEngine(LLMEngine):
             lane.emitted[i] += len(tokens)
             lane.drafted[i] += drafted
             lane.accepted[i] += accepted
-            lane.is_over[i] = int(fields["remaining"][i]) == 0
+            if not fields["remaining"][i] and i in lane.live:
+                lane.live.remove(i)
+                lane.plan = self._held = None
             row, lane.row_start[i] = lane.row_start[i], int(fields["row_start"][i])
             if not tokens or not sequence.is_admitted:
                 continue  # it has ended, here or on the device
             if self._watcher is not None and launched.logits is not None:
                 self._watcher(sequence, launched.logits[row : row + len(tokens)])
-            spoke.append((sequence, (drafted, accepted), chances[i] if chances is not None else None))
+            spoke.append(Spoke(launched, i, sequence, (drafted, accepted)))
             self._record(sequence, drafted, accepted)
             sequence.num_computed += len(tokens)
             self._emit(sequence, tokens, accepted, deltas, None)
         return spoke
 
-    def _chances_after(self, lane: Lane, fields: dict[str, Any]) -> list[tuple[float, ...]] | None:
-        """Return the chances of the drafts that a lane's step left, and count those that it cut."""
+    def _count_cuts(self, lane: Lane, fields: dict[str, Any]) -> list[int]:
+        """Count the drafts that a step cut from what it laid out; returns how many, by entry."""
         if self._schedule is None:
-            return None
-        cuts = [int(fields["cut"][i]) - lane.cut[i] for i in range(len(lane.sequences))]
-        for i, (sequence, num) in enumerate(zip(lane.sequences, cuts, strict=True)):
-            lane.cut[i] += num
-            self._record_cut(sequence, num)
-        return chances_made(fields, cuts)
+            return []
+        before, lane.cut = lane.cut, fields["cut"][: len(lane.sequences)].tolist()
+        cuts = [now - num for now, num in zip(lane.cut, before, strict=True)]
+        if any(cuts):
+            for sequence, num in zip(lane.sequences, cuts, strict=True):
+                self._record_cut(sequence, num)
+        return cuts
 
     def _record_cut(self, sequence: SequenceState, num: int) -> None:
         if sequence.speculation is not None:
@@ -430,7 +446,6 @@ class GpuEngine(LLMEngine):
     ) -> None:
         """Draft, verify and accept for sequences whose tokens the host chooses."""
         start_s, draft_s = time.perf_counter(), 0.0
-        self._last_end = None
         lengths = self._draft_lengths.choose(sequences)
         self._set_prices()
         counts: list[tuple[int, int]] = []

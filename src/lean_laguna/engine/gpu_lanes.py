@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lean_laguna.engine.gpu_layout import lay_out, write_filters
+from lean_laguna.engine.gpu_layout import chances_made, lay_out, write_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
-from lean_laguna.engine.gpu_state import MAX_ROWS, Block, pinned_copy
+from lean_laguna.engine.gpu_state import ENDED, MAX_ROWS, STARTED, TURN, VERIFIED, Block, pinned_copy
 from lean_laguna.engine.sequence import SequenceState
 
 Mark = float | torch.cuda.Event
@@ -47,21 +49,80 @@ class Launched:
 
     Attributes:
         lane: The lane.
-        said: Host copy of the lane's block as the step left it; to be read once ``end`` is reached.
-        marks: Start of verification, start of drafting, end.
+        turn: Number of the step, as the programs count.
+        said: The lane's block as the step left it on the host; to be read once ``end`` is reached.
+        end: When the device is through with it.
         logits: Host copy of the verified rows' logits, where somebody watches them.
         num_made_tokens: Longest draft that was made for it, where it is scheduled; else None.
         is_wide: Its products are of ``MAX_ROWS`` columns.
         num_asked: Longest draft that was asked for.
+        before: What the step before said, with the drafts that it cut of each, once this one is read.
     """
 
     lane: Lane
+    turn: int
     said: Block
-    marks: tuple[Mark, Mark, Mark]
+    end: Mark
     logits: Tensor | None = None
     num_made_tokens: int | None = None
     is_wide: bool = False
     num_asked: int = 0
+    before: tuple[dict[str, NDArray[Any]], list[int]] | None = None
+
+    @property
+    def verify_s(self) -> float:
+        """Seconds that verification took, by the device's clock."""
+        stamps = self.said.arrays["stamps"]
+        return 1e-9 * int(stamps[VERIFIED] - stamps[STARTED])
+
+    @property
+    def drafted_s(self) -> float:
+        """Seconds that the drafts verified took, in the step before or when they were laid out."""
+        if self.before is not None:
+            stamps = self.before[0]["stamps"]
+            return 1e-9 * int(stamps[ENDED] - stamps[VERIFIED])
+        return seconds_between(*self.lane.first_drafts) if self.lane.first_drafts is not None else 0.0
+
+
+class Spoke(NamedTuple):
+    """One request's part in a step.
+
+    Attributes:
+        launched: The step.
+        entry: Of the request.
+        sequence: The request's.
+        counts: Drafts verified, and accepted.
+    """
+
+    launched: Launched
+    entry: int
+    sequence: SequenceState
+    counts: tuple[int, int]
+
+    def chances(self) -> tuple[float, ...] | None:
+        """Return the chance of each of its drafts, cut ones included, to be accepted if those before it are.
+
+        None where its drafts were made when it was laid out.
+        """
+        before = self.launched.before
+        return None if before is None else chances_made(*before)[self.entry]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a lane's launches run as long as its requests and what they want stay.
+
+    Attributes:
+        program: One of ``gpu_programs.STEPS``.
+        cols: Token columns.
+        filtered: Some of the requests filter their tokens.
+        num_asked: Longest draft wanted.
+    """
+
+    program: str
+    cols: int
+    filtered: bool
+    num_asked: int
 
 
 @dataclass(eq=False)
@@ -71,19 +132,20 @@ class Lane:
     Attributes:
         sequences: In the order of the device's entries; ended ones keep theirs.
         num_drafts: Drafts wanted of each, as the device knows them.
+        wanted: Drafts wanted of each from here on.
+        plan: What its next launch runs, while nothing changes.
         words: The block, while the buffers hold another's.
         tables: Per KV group of the cache, [MAX_ROWS, max_blocks] int32.
         is_loaded: The buffers hold this lane's block and tables.
         has_new_pages: The buffers' tables are behind.
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
-        is_over: Whether the device has ended each.
+        live: Entries that the device has not ended, as far as the host has read.
+        covered: By entry, positions whose pages the device has.
         cut: Drafts of each that were not worth verifying.
-        draft_s: Seconds that the drafts to be verified next took; None before the first are verified.
+        last: The fields that the last step read left, and the drafts that it cut of each.
         first_drafts: Start and end of the drafts made when it was laid out.
         num_made_tokens: Longest of the drafts to be verified next, where they are scheduled; else None.
         num_asked: Longest of the drafts to be verified next, as asked for: a request's end may cut it.
-        chances: Of the drafts to be verified next, cut ones included, by entry: that each is accepted if
-            those before it are; None where not known.
         num_under_way: Steps launched and not read.
         row_start: First row of each in the oldest step not read.
         num_uploaded: By entry and table, how many block-table entries the device has.
@@ -91,6 +153,7 @@ class Lane:
 
     sequences: list[SequenceState]
     num_drafts: list[int]
+    wanted: list[int]
     words: Tensor
     tables: list[Tensor]
     is_loaded: bool = False
@@ -98,21 +161,21 @@ class Lane:
     emitted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
-    is_over: list[bool] = field(default_factory=lambda: [False] * MAX_ROWS)
-    cut: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
-    draft_s: float | None = None
+    live: list[int] = field(default_factory=list)
+    covered: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
+    plan: Plan | None = None
+    cut: list[int] = field(default_factory=list)
+    last: tuple[dict[str, NDArray[Any]], list[int]] | None = None
     first_drafts: tuple[Mark, Mark] | None = None
     num_made_tokens: int | None = None
     num_asked: int = 0
-    chances: list[tuple[float, ...]] | None = None
     num_under_way: int = 0
     row_start: list[int] = field(default_factory=list)
     num_uploaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    @property
-    def live(self) -> list[int]:
-        """Entries that the device has not ended."""
-        return [i for i in range(len(self.sequences)) if not self.is_over[i]]
+    def __post_init__(self) -> None:
+        self.live = list(range(len(self.sequences)))
+        self.cut = [0] * len(self.sequences)
 
 
 class Lanes:
@@ -130,11 +193,12 @@ class Lanes:
         self._loaded: Lane | None = None
         self._spare: list[tuple[Tensor, list[Tensor]]] = []
         self._blocks: list[Block] = []
+        self._ends: list[torch.cuda.Event] = []
 
     def make(self, sequences: Sequence[SequenceState], num_drafts: Sequence[int], mask_token: int) -> Lane:
         """Lay requests out anew: anchors, and mask tokens where drafts are to come."""
         words, tables = self._spare.pop() if self._spare else self._allocate()
-        lane = Lane(list(sequences), list(num_drafts), words, tables)
+        lane = Lane(list(sequences), list(num_drafts), list(num_drafts), words, tables)
         host = Block.allocate("cpu", pinned=self.device.type == "cuda")
         lay_out(host.arrays, sequences, num_drafts, mask_token)
         lane.row_start = host.arrays["row_start"].tolist()
@@ -223,14 +287,31 @@ class Lanes:
         return block
 
     def read_logits_later(self) -> Tensor:
-        """Start a copy of the logits of the buffers' rows to the host."""
-        logits = self.programs.logits
+        """Start a copy of the logits of the rows last verified to the host."""
+        logits = self.programs.verified_logits
         host = torch.empty(logits.shape, pin_memory=self.device.type == "cuda")
         return host.copy_(logits, non_blocking=True)
 
     def give_back(self, block: Block) -> None:
-        """Hand back a host block that has been read."""
+        """Hand back a host block that ``read_later`` gave and that has been read."""
         self._blocks.append(block)
+
+    def note_end(self) -> Mark:
+        """Mark where the device's work stands, for ``wait_for`` alone: it tells no time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = self._ends.pop() if self._ends else torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait_for(self, launched: Launched) -> None:
+        """Wait until a step is through and what it said is on the host; once."""
+        if not isinstance(launched.end, float):
+            launched.end.synchronize()
+            self._ends.append(launched.end)
+        found = int(launched.said.arrays["stamps"][TURN])
+        if found != launched.turn:
+            raise RuntimeError(f"step {launched.turn} left the block of step {found}")
 
     def wait(self, until: Mark) -> None:
         """Wait until the device has come to a mark."""

@@ -1,4 +1,4 @@
-"""What a step launches, over one set of static buffers: verify, rows with logits, propose; as CUDA graphs.
+"""What a step launches, over one set of static buffers, as CUDA graphs: verify, propose, tell the host.
 
 Nothing here depends on how many rows are live: it is read on the device. On a CPU the same bodies run
 directly, under Triton's interpreter.
@@ -7,6 +7,7 @@ directly, under Triton's interpreter.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
-from lean_laguna.engine.gpu_state import MAX_ROWS, Block
+from lean_laguna.engine.gpu_state import ENDED, MAX_ROWS, STARTED, VERIFIED, Block, Said
 from lean_laguna.engine.gpu_weights import drafter_weights, target_weights
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.compiling import compile_ahead
@@ -24,6 +25,7 @@ from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.layer_cache import LayerCache
+from lean_laguna.kernels.triton.publish import publish
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
@@ -39,6 +41,8 @@ NARROW = 8
 """Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
 LONE = 1
 """Columns of a step of one row, plain decoding of one stream, on CUDA C++ kernels; the same bits again."""
+STEPS = ("step", "verify", "decode")
+"""Programs that end by leaving the block on the host."""
 
 
 class StepPrograms:
@@ -48,6 +52,7 @@ class StepPrograms:
         device: Where it all is.
         pools: Keys and values.
         state: The block that programs read and change.
+        said: What steps leave of it on the host.
         tables: Per KV group, [MAX_ROWS, max_blocks] int32 block tables of the requests in ``state``.
         target: Weights of the target.
         drafter: Weights of the drafter, or None.
@@ -55,6 +60,7 @@ class StepPrograms:
         scratch: Buffers of a step.
         caches: Pages and tables of the target, layer by layer.
         logits: [MAX_ROWS, V] float32, written by ``rows`` and ``choose``.
+        verified_logits: [MAX_ROWS, V] float32 of the last step's rows, where they are kept.
         prices: [2, MAX_ROWS + 1] float32 tokens that a step with so many rows is worth, in narrow products
             and in wide ones, by which ``propose`` cuts drafts; zeros keep all.
     """
@@ -68,6 +74,7 @@ class StepPrograms:
         thresholds: Sequence[Sequence[int]] | None = None,
         *,
         use_cuda: bool = False,
+        num_blocks_said: int = 64,
     ):
         """Lay the weights out and set the buffers aside.
 
@@ -78,6 +85,7 @@ class StepPrograms:
             max_model_len: Longest prompt plus output, tokens.
             thresholds: [n][MAX_ROWS] of synthetic acceptance, or None.
             use_cuda: Run the parts of layers that fit them on the CUDA C++ kernels.
+            num_blocks_said: Steps that may be launched before the first one's block must have been read.
         """
         self.pools = pools
         self.target = target_weights(target, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
@@ -85,7 +93,7 @@ class StepPrograms:
         self.drafter = drafter_weights(drafter, max_model_len + MAX_ROWS) if drafter is not None else None
         self._is_gpu = self.device.type == "cuda"
         self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
-        self.state = Block.allocate(self.device)
+        self.state, self.said = Block.allocate(self.device), Said(self.device, num_blocks_said)
         max_blocks = -(-(max_model_len + MAX_ROWS) // pools.kv_block_size)
         self.tables = [
             torch.zeros(MAX_ROWS, max_blocks, dtype=torch.int32, device=self.device) for _ in pools.groups
@@ -118,10 +126,16 @@ class StepPrograms:
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self._filtered = False
-        self._make = {"verify": self._verify, "decode": self._decode, "rows": self._rows}
-        self._make |= {"propose": self._propose, "choose": self._choose, "fill": self._fill}
+        self._make = {"step": self._step, "verify": self._verify, "decode": self._decode}
+        self._make |= {
+            "rows": self._rows,
+            "propose": self._propose,
+            "choose": self._choose,
+            "fill": self._fill,
+        }
         self._pool = pool
         self._keeps_logits = False
+        self._left = (-1, self.state)
 
     @property
     def graph_pool(self) -> Any:
@@ -134,7 +148,7 @@ class StepPrograms:
         return self._cuda_layers is not None
 
     def keep_logits(self) -> None:
-        """Have ``verify`` and ``decode`` write ``logits`` too, for whoever checks them."""
+        """Have steps write ``verified_logits`` too, for whoever checks them."""
         self._keeps_logits = True
         self._programs.clear()
 
@@ -151,18 +165,27 @@ class StepPrograms:
         """Launch a program.
 
         Args:
-            name: ``verify``: target, the drafter's context, acceptance, the next rows; ``decode``: the same
-                without the context; ``rows``: target with logits and the context, nothing decided;
-                ``propose``: drafts for the rows laid out; ``fill``: target without head, and the context;
-                ``choose``: logits and tokens of ``scratch.normed``.
+            name: ``step``: target, the drafter's context, acceptance, the next rows, their drafts, the block
+                to the host; ``verify``: the same without drafts; ``decode``: without the context either;
+                ``rows``: target with logits and the context, nothing decided; ``propose``: drafts for the
+                rows laid out; ``fill``: target without head, and the context; ``choose``: logits and tokens
+                of ``scratch.normed``.
             cols: From ``columns``, of the live rows before it or after, whichever are more.
             filtered: Some of the requests filter their tokens.
         """
         # Only plain decoding often has one row: a program more for the others would not pay.
         key = (name, cols if name == "decode" else max(cols, NARROW), filtered)
-        if key not in self._programs:
-            self._programs[key] = Program(partial(self._body, *key), self._pool)
-        self._programs[key]()
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = Program(partial(self._body, *key), self._pool)
+        program()
+        if name in STEPS:
+            self._left = self.said.next()
+
+    def run_step(self, name: str, cols: int, *, filtered: bool = False) -> tuple[int, Block]:
+        """Launch one of ``STEPS``; return its number and the block that it will leave on the host."""
+        self.run(name, cols, filtered=filtered)
+        return self._left
 
     def _body(self, name: str, cols: int, filtered: bool) -> None:
         self._filtered = filtered
@@ -176,7 +199,8 @@ class StepPrograms:
         """
         if not self._is_gpu:
             return
-        names = ["decode", "rows", "choose"] + (["verify", "propose"] if self.drafter is not None else [])
+        names = ["decode", "rows", "choose"]
+        names += ["step", "verify", "propose"] if self.drafter is not None else []
         keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
         keys += [("decode", LONE)] if self.uses_cuda else []
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
@@ -188,6 +212,7 @@ class StepPrograms:
                 for filtered in {False, cols <= NARROW}:  # the rest when first used
                     for _ in range(2):
                         self.run(name, cols, filtered=filtered)
+        self.said.restart()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -215,6 +240,11 @@ class StepPrograms:
     def logits(self) -> Tensor:
         """[MAX_ROWS, V] float32."""
         return torch.zeros(MAX_ROWS, self.target.head.shape[0], device=self.device)
+
+    @cached_property
+    def verified_logits(self) -> Tensor:
+        """[MAX_ROWS, V] float32."""
+        return torch.zeros_like(self.logits)
 
     def _launch(self, cols: int) -> Launch:
         if not self._is_gpu:
@@ -252,13 +282,18 @@ class StepPrograms:
     @cached_property
     def _inputs(self) -> Inputs:
         f = self.state.fields
-        return Inputs(f["input_ids"], f["row_seeds"], f["row_temperatures"], self.rows)
+        clock = f["stamps"][STARTED : STARTED + 1]
+        return Inputs(f["input_ids"], f["row_seeds"], f["row_temperatures"], self.rows, clock)
 
     @cached_property
     def _requests(self) -> Requests:
         names = ["remaining", "num_drafts", "seeds", "temperatures", "stop_ids", "ring"]
         names += ["emitted", "accepted", "drafted"]
-        return Requests(**{name: self.state.fields[name] for name in names}, thresholds=self._thresholds)
+        return Requests(
+            **{name: self.state.fields[name] for name in names},
+            thresholds=self._thresholds,
+            clock=self.state.fields["stamps"][VERIFIED : VERIFIED + 1],
+        )
 
     def _target_step(self, cols: int, *, taps: bool, logits: bool = False) -> TargetStep:
         return TargetStep(
@@ -332,14 +367,38 @@ class StepPrograms:
         self._target_step(cols, taps=taps, logits=logits or self._filtered).run()
         self._filter(cols, self.state.fields["sampled"], 1)
 
+    def _step(self, cols: int) -> None:
+        self._advance(cols, has_context=True)
+        self._propose(cols)
+        self._publish(cols)
+
     def _verify(self, cols: int) -> None:
-        self._run_target(cols, taps=True, logits=self._keeps_logits)
-        self._draft_step(cols).append_context(self._taps)
-        self._accept(cols)
+        self._advance(cols, has_context=True)
+        self._publish(cols)
 
     def _decode(self, cols: int) -> None:
-        self._run_target(cols, taps=False, logits=self._keeps_logits)
+        self._advance(cols, has_context=False)
+        self._publish(cols)
+
+    def _advance(self, cols: int, *, has_context: bool) -> None:
+        """Verify the rows laid out, and lay out the next ones."""
+        self._note_time(STARTED)
+        self._run_target(cols, taps=has_context, logits=self._keeps_logits)
+        if self._keeps_logits:
+            self.verified_logits.copy_(self.logits)
+        if has_context:
+            self._draft_step(cols).append_context(self._taps)
         self._accept(cols)
+        self._note_time(VERIFIED)
+
+    def _publish(self, cols: int) -> None:
+        self._note_time(ENDED)
+        publish(self.state.words, self.said.words, self.said.turn, self._launch(cols))
+
+    def _note_time(self, stamp: int) -> None:
+        """Note the time where no kernel does."""
+        if not self._is_gpu:
+            self.state.fields["stamps"][stamp] = time.perf_counter_ns()
 
     def _rows(self, cols: int) -> None:
         self._run_target(cols, taps=True, logits=True)

@@ -1,7 +1,8 @@
 """What host and device say to each other about up to 16 rows: one small block of memory on either side.
 
-A step reads and changes the device's block; the host writes one whole to lay requests out, and reads one
-whole after each step. So nothing is sent field by field, and requests that wait keep their block.
+A step reads and changes the device's block; the host writes one whole to lay requests out. At its end a step
+leaves a copy of the block in the host's memory by itself. So nothing is sent field by field, and requests
+that wait keep their block.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ MAX_STOPS = 8
 RING = 64
 """Tokens kept of each request; a step brings at most 16."""
 
-# Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes.
+NUM_STAMPS = 4
+STARTED, VERIFIED, ENDED, TURN = range(NUM_STAMPS)
+"""Nanoseconds at which a step started, had verified and ended; and which step it was, counted from 0."""
+
+# Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes. Stamps before all.
 _FIELDS: tuple[tuple[str, int, str], ...] = (
+    ("stamps", 2 * NUM_STAMPS, "int64"),
     ("row_seeds", 2 * MAX_ROWS, "int64"),
     ("seeds", 2 * MAX_ROWS, "int64"),
     ("row_temperatures", MAX_ROWS, "float32"),
@@ -75,7 +81,11 @@ class Block:
             device: Where it lies.
             pinned: On the host, in memory that the device copies from and to on its own.
         """
-        words = torch.zeros(NUM_WORDS, dtype=torch.int32, device=device, pin_memory=pinned)
+        return cls.over(torch.zeros(NUM_WORDS, dtype=torch.int32, device=device, pin_memory=pinned))
+
+    @classmethod
+    def over(cls, words: Tensor) -> Block:
+        """Return a block that lies in ``words``."""
         fields, at = {}, 0
         for name, size, dtype in _FIELDS:
             part = words[at : at + size].view(getattr(torch, dtype))
@@ -87,6 +97,39 @@ class Block:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The fields of a host block as arrays that share its memory."""
         return {name: part.numpy() for name, part in self.fields.items()}
+
+
+class Said:
+    """What steps leave on the host, one block each, in turn; owned by the programs.
+
+    Attributes:
+        words: [n, NUM_WORDS] int32 in the host's memory, written by the device.
+        turn: [1] int32 on the device: which step is next.
+    """
+
+    def __init__(self, device: torch.device, num_blocks: int):
+        """Start with step 0.
+
+        Args:
+            device: That runs the steps.
+            num_blocks: Left before the first is written over; more than are ever under way or looked back at.
+        """
+        is_gpu = device.type == "cuda"
+        self.words = torch.zeros(num_blocks, NUM_WORDS, dtype=torch.int32, pin_memory=is_gpu)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._blocks = [Block.over(words) for words in self.words]
+        self._num_launched = 0
+
+    def restart(self) -> None:
+        """Count from 0 again, whatever was launched; nothing is under way."""
+        self._num_launched = 0
+        self.turn.zero_()
+
+    def next(self) -> tuple[int, Block]:
+        """Return the number of the step launched now, and the block that it will leave."""
+        turn = self._num_launched
+        self._num_launched += 1
+        return turn, self._blocks[turn % len(self._blocks)]
 
 
 def pinned_copy(values: NDArray[np.int32], device: torch.device) -> Tensor:

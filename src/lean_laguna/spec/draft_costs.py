@@ -14,6 +14,7 @@ from typing import Any
 from lean_laguna.spec.draft_shape import StepShape
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
+_KEPT_OF_OLD = 2  # of observations that lie far back
 _PACE_WINDOW, _PACE_SHARE = 9, 0.8  # steps that say how fast the machine is now; how far times follow that
 _LEAST_FOR_SPREAD, _QUARTILES = 5, 1.35  # standard deviations between the quartiles of a normal distribution
 _DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
@@ -98,6 +99,23 @@ class StepTimes:
         nearest = below if below is not None else above
         assert nearest is not None
         return self._scaled(nearest, num_draft_tokens)
+
+    def likely(self, num_draft_tokens: int, near: int | None) -> tuple[float, float]:
+        """Return the times to be expected from what another length takes, as far as the shape is right.
+
+        Args:
+            num_draft_tokens: Drafts in the step.
+            near: The other length; None or one that was not measured: as ``estimate``.
+        """
+        if near not in self._medians:
+            return self.estimate(num_draft_tokens)
+        return self._scaled(near, num_draft_tokens)
+
+    def forget(self, num_draft_tokens: int) -> None:
+        """Keep little of what was observed of a length, so that what is observed next counts soon."""
+        samples = self._samples.get(num_draft_tokens)
+        if samples is not None:
+            self._samples[num_draft_tokens] = deque(list(samples)[-_KEPT_OF_OLD:], maxlen=_WINDOW)
 
     def _between(self, below: int, length: int, above: int) -> tuple[float, float]:
         low, high = self._medians[below], self._medians[above]

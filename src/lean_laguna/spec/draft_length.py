@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf
+from math import inf, sqrt
 from typing import Any
 
 from lean_laguna.core.config import DraftLength
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.spec.draft_costs import AcceptanceRates, Shape, StepTimes
-from lean_laguna.spec.draft_schedule import DraftSchedule
+from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 from lean_laguna.spec.draft_shape import StepShape
 from lean_laguna.spec.draft_trials import Estimates, Policy, Trials
 from lean_laguna.spec.scheduled_steps import ScheduledSteps
@@ -28,7 +28,7 @@ from lean_laguna.spec.scheduled_steps import ScheduledSteps
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps between looks at all lengths
-_PLAN_EVERY = 16  # from then on: a look costs as much as some kernels
+_PLAN_EVERY = 16  # choices, from then on: a look costs as much as some kernels
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
 _LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = 5e-5, 0.01, 8  # what learning takes, and may take of a step
@@ -46,7 +46,10 @@ class _Cell:
         self.rates: list[float] = []  # tokens per second of one sequence by draft length, as of the last plan
         self.plan_left = 0
         self.num_steps = 0
-        self.stride = 1  # steps of which one teaches
+        self.stride = 1  # steps of which one teaches, and for which one choice is made
+        self.length = self.num_to_repeat = 0  # the choice at hand, and for how many steps more
+        self.costs: StepCosts | None = None
+        self.wants_chances = False
         self.scheduled = ScheduledSteps()
 
     @property
@@ -115,11 +118,24 @@ class DraftLengthController:
             return self._fixed
         self._last_key = key = _key(batch, context_len)
         cell = self._cell(key)
-        length, is_trial = self._choose_fixed(key, cell)
-        if self.schedule is None or is_trial or not length or not may_schedule or cell.times.is_empty:
-            return length
-        most, rate = self.max_draft_tokens, cell.rates[length]
-        return cell.scheduled.choose(self.schedule, cell.times, batch, length, rate, most)
+        if not cell.num_to_repeat or not may_schedule:
+            cell.length, is_trial = self._choose_fixed(key, cell)
+            if self.schedule is not None:
+                self._schedule(cell, batch, is_open=not is_trial and may_schedule)
+            cell.num_to_repeat = cell.stride if not is_trial and cell.trials.pending is None else 1
+        cell.num_to_repeat -= 1
+        if self.schedule is not None:
+            self.schedule.costs, self.schedule.wants_chances = cell.costs, cell.wants_chances
+        return cell.length
+
+    def _schedule(self, cell: _Cell, batch: int, *, is_open: bool) -> None:
+        """Decide whether confidence cuts the drafts of the next steps, and how far these go then."""
+        assert self.schedule is not None
+        self.schedule.wants_chances = False
+        if is_open and cell.length and not cell.times.is_empty:
+            most, rate = self.max_draft_tokens, cell.rates[cell.length]
+            cell.length = cell.scheduled.choose(self.schedule, cell.times, batch, cell.length, rate, most)
+        cell.costs, cell.wants_chances = self.schedule.costs, self.schedule.wants_chances
 
     def _choose_fixed(self, key: tuple[int, int], cell: _Cell) -> tuple[int, bool]:
         """Return the length of a step whose drafts are all sent, and whether it is a trial."""
@@ -132,19 +148,30 @@ class DraftLengthController:
         if cell.num_steps >= _PLAN_AFTER[-1][0]:
             stride = int(_LEARNING_S / (_LEARNING_SHARE * known.step_s[current]))
             cell.stride = max(1, min(_LONGEST_STRIDE, stride))
-        every = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY * cell.stride)
-        cell.plan_left = every - 1
+        cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY) - 1
         trial = cell.trials.choose(known, current)
         return (current, False) if trial is None else (trial, True)
 
     def _estimates(self, key: tuple[int, int], cell: _Cell) -> Estimates:
         lengths = range(self.max_draft_tokens + 1)
+        likely_s = {}
+        if cell.current and not cell.times.is_empty:
+            batch, near = 2 ** key[1], cell.current
+            alike = [k for k in lengths[1:] if k != near and self.shape.are_alike(batch, k, near)]
+            likely_s = {k: sum(cell.times.likely(k, near)) for k in alike}
         return Estimates(
             self._acceptance(key[0]).tokens_per_step(),
-            [max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k in lengths],
+            [self._step_s(cell, k, likely_s) for k in lengths],
             [cell.times.count(k) or bool(cell.lender and cell.lender.count(k)) for k in lengths],
             cell.times.spread(cell.current) if cell.current is not None else 0.0,
+            likely_s,
         )
+
+    @staticmethod
+    def _step_s(cell: _Cell, length: int, likely_s: Mapping[int, float]) -> float:
+        """Return what a step takes; half by the length in use where they are alike: it is known best now."""
+        own = sum(cell.times.estimate(length))
+        return max(_LEAST_STEP_S, sqrt(own * likely_s[length]) if length in likely_s else own)
 
     def _tokens_per_s(self, cell: _Cell, known: Estimates) -> list[float]:
         """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
@@ -168,6 +195,25 @@ class DraftLengthController:
         worth = [rate / gain for rate, gain in zip(rates, least, strict=True)]
         return max(range(len(worth)), key=lambda k: (worth[k], -k))
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the length is given, and nothing is to be learned."""
+        return self._fixed is not None
+
+    def hears(self, num_draft_tokens: int, batch: int, context_len: int) -> bool:
+        """Count a step, and say whether it teaches: of short ones not all do, for learning takes time.
+
+        Args:
+            num_draft_tokens: Longest draft in the step.
+            batch: As given to `choose`.
+            context_len: As given to `choose`.
+        """
+        if self.is_fixed:
+            return False
+        cell = self._cell(_key(batch, context_len))
+        cell.num_steps += 1
+        return cell.num_steps % cell.stride == 0 or num_draft_tokens == cell.trials.pending
+
     def observe(
         self,
         num_draft_tokens: int,
@@ -180,9 +226,9 @@ class DraftLengthController:
         unsent: Sequence[Sequence[float]] = (),
         num_made_tokens: int | None = None,
         is_usual: bool = True,
-        extra_s: float = 0.0,
+        is_heard: bool = False,
     ) -> None:
-        """Learn from a step that only decoded (no prefill in it).
+        """Learn from a step that only decoded (no prefill in it), where `hears` wants to.
 
         Args:
             num_draft_tokens: Longest draft in the step; 0 for plain decoding.
@@ -193,27 +239,25 @@ class DraftLengthController:
             accepted: Per sequence, its draft tokens and how many were accepted.
             unsent: Per sequence, chances of drafts that were made and not sent; see `AcceptanceRates.add`.
             num_made_tokens: Longest draft made in a scheduled step; None for another.
-            is_usual: See ``DraftLengths.observe``; as ``extra_s``.
-            extra_s: Seconds besides.
+            is_usual: See ``DraftLengths.observe``; as ``is_heard``.
+            is_heard: `hears` has been asked, and said so.
         """
-        if self._fixed is not None:
+        if not (is_heard or self.hears(num_draft_tokens, batch, context_len)):
             return
         key = _key(batch, context_len)
         cell = self._cell(key)
-        cell.num_steps += 1
         is_trial = num_draft_tokens == cell.trials.pending
-        is_told = self.schedule is not None and bool(self.schedule.survival)
-        if cell.num_steps % cell.stride and not (is_trial or is_told):
-            return
         held_back = unsent or [()] * len(accepted)
         rates = self._acceptance(key[0])
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
             if rates.add(drafted, num_accepted, chances):
-                cell.plan_left = 0
+                cell.plan_left = cell.num_to_repeat = 0
         is_cut = num_made_tokens not in (None, num_draft_tokens)
         is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
         is_usual |= is_trial and not cell.times.count(num_draft_tokens)  # about right, better than unknown
         if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
+            if cell.trials.age(num_draft_tokens) > self.policy.recheck_steps:
+                cell.times.forget(num_draft_tokens)  # another time, maybe a busier one
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         step_s = draft_s + verify_s
         usual_s = (
@@ -223,6 +267,7 @@ class DraftLengthController:
         worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
         if cell.trials.observe(num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current):
             cell.plan_left = _STEPS_BETWEEN if cell.num_steps > _PLAN_AFTER[0][0] else 0
+            cell.num_to_repeat = 0
         if cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)
             cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)

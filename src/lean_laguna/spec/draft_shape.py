@@ -9,6 +9,8 @@ from lean_laguna.spec.draft_schedule import ROW_TILES
 
 # Of a one-row pass, what each further row adds, and each of its tile: 0.07 to 0.11 in all, CPU and H200.
 _PER_ROW, _PER_TILED_ROW = 0.04, 0.04
+NEAR = 2
+"""Drafts more or fewer that take about as long, where products are of the same size."""
 _DRAFT, _DRAFT_PER_ROW = 0.3, 0.01  # a drafter's pass, and each row of it
 
 
@@ -39,7 +41,15 @@ class StepShape:
         draft = sum(_DRAFT + _DRAFT_PER_ROW * count for count in launches) if num_draft_tokens else 0.0
         return draft, sum(map(self._verifying, launches))
 
+    def are_alike(self, batch: int, length: int, other: int) -> bool:
+        """Say whether steps of two draft lengths are close and run products of the same size."""
+        return abs(length - other) <= NEAR and self._tiled(batch * (1 + length)) == self._tiled(
+            batch * (1 + other)
+        )
+
     def _verifying(self, rows: int) -> float:
+        return 1 + _PER_ROW * (rows - 1) + _PER_TILED_ROW * (self._tiled(rows) - 1)
+
+    def _tiled(self, rows: int) -> int:
         last = self.row_tiles[-1]
-        tiled = next((tile for tile in self.row_tiles if tile >= rows), -(-rows // last) * last)
-        return 1 + _PER_ROW * (rows - 1) + _PER_TILED_ROW * (tiled - 1)
+        return next((tile for tile in self.row_tiles if tile >= rows), -(-rows // last) * last)

@@ -6,7 +6,7 @@ with the time that they really lost, out of a budget that grows with the time sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
@@ -54,12 +54,14 @@ class Estimates:
         step_s: Seconds of a step.
         counts: Observations that the seconds rest on.
         spread: How far one of them is usually off, as a share.
+        likely_s: Seconds of steps that are like those of the length in use, by its own.
     """
 
     tokens: Sequence[float]
     step_s: Sequence[float]
     counts: Sequence[int]
     spread: float = 0.0
+    likely_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Trials:
     _not_before: dict[int, int] = field(default_factory=dict)
     _last_draft: int = 0
     _disturbed_until: int = 0
+    _dear_s: float = 0.0
     _lead_wait: int = _LEAD_WAITS[0]
 
     def choose(self, known: Estimates, current: int) -> int | None:
@@ -96,10 +99,14 @@ class Trials:
             return None
         rate = known.tokens[current] / known.step_s[current]
         least = rate * (1 + self.policy.hysteresis)
+        self._dear_s = 0.0
         for k, hoped in self._candidates(known, current):
             if hoped <= least:
                 break
-            if known.step_s[k] - known.tokens[k] / rate <= self.saved_s:
+            cost_s = known.step_s[k] - known.tokens[k] / rate
+            if current == 0:
+                self._dear_s = cost_s  # there is no other way to see that drafting pays again
+            if cost_s <= self.saved_s:
                 self.pending, self._waited = k, 0
                 self._disturbed_until = self._num_steps + _DISTURBED
                 return k
@@ -115,12 +122,22 @@ class Trials:
             return [(lead, inf)] if lead and self._num_steps - self._last_draft >= wait else []
         doubts = {k: self._doubt(known, k) for k in range(len(rates)) if k != current}
         hoped = [
-            (k, rates[k] / (1 - doubt))
+            (k, max(rates[k] / (1 - doubt), self._rate_by_shape(known, k)))
             for k, doubt in doubts.items()
             if self._num_steps >= self._not_before.get(k, 0)
             if doubt or self.least_gain(known, k) > self.policy.hysteresis
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
+
+    def age(self, k: int) -> int:
+        """Return the steps since a length was seen."""
+        return self._num_steps - self._last_seen.get(k, 0)
+
+    def _rate_by_shape(self, known: Estimates, k: int) -> float:
+        """Return the tokens per second of a length by what the one in use takes, if its own time is old."""
+        is_old = self.age(k) > self._patience.get(k, self.policy.recheck_close_steps)
+        likely_s = known.likely_s.get(k)
+        return known.tokens[k] / likely_s if is_old and likely_s else 0.0
 
     def least_gain(self, known: Estimates, k: int) -> float:
         """Return the gain that a length must promise to be taken up, by what its time rests on."""
@@ -134,7 +151,7 @@ class Trials:
         count = min(known.counts[k], len(_DOUBT) - 1)
         if not count and not k:
             return _DOUBT_OF_NONE
-        age = self._num_steps - self._last_seen.get(k, 0)
+        age = self.age(k)
         if count and age > self.policy.recheck_steps:
             return _DOUBT[1]
         patience = self._patience.get(k, self.policy.recheck_close_steps)
@@ -169,7 +186,7 @@ class Trials:
             self._last_draft = self._num_steps
         if self.saved_s is None:
             self.saved_s = self.policy.start_steps * step_s
-        most = self.policy.max_saved_steps * usual_s
+        most = max(self._dear_s, self.policy.max_saved_steps * usual_s)
         if self.pending is None or num_draft_tokens != self.pending:
             lost_s = max(0.0, step_s - usual_s) if self._num_steps <= self._disturbed_until else 0.0
             self.saved_s = min(most, self.saved_s + self.policy.explore_share * step_s - lost_s)

@@ -17,8 +17,12 @@ from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
 _DECAY = 0.98
 _ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
-_KNOWN_AFTER = 8  # scheduled steps at first, whatever they gain
-_LOOK_EVERY = 16, 64  # steps while off, at first and later
+_KNOWN_AFTER, _HOPELESS_AFTER, _HOPELESS = 8, 4, 0.9  # scheduled steps at first, whatever they gain; or less
+_LOOK_AFTER = (
+    16,
+    512,
+)  # steps while off from a look to the next: at first, and at most, doubled by each failure
+_LOOK_EVERY = 16, 64  # likewise, at first and later, where looking takes next to nothing
 _PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
 _SETTLED_AFTER = 64  # steps whose chances were seen
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
@@ -49,7 +53,8 @@ class ScheduledSteps:
         self.is_on = True
         self._caps = DraftCaps()
         self._plan: _Plan | None = None
-        self._num_chosen = self._num_seen = 0
+        self._num_chosen = self._num_seen = self._next_look = 0
+        self._look_after = _LOOK_AFTER[0]
         self._tokens = self._seconds = self._fixed_tokens = self._fixed_seconds = 0.0
         self._claimed = self._came = _TRUSTED_TOKENS
 
@@ -90,7 +95,7 @@ class ScheduledSteps:
         schedule.costs = None
         self._num_chosen += 1
         is_settled = self._num_seen >= _SETTLED_AFTER
-        schedule.wants_chances = self.is_on or self._num_chosen % _LOOK_EVERY[is_settled] == 0
+        schedule.wants_chances = self.is_on or self._looks(is_free=schedule.is_always_told)
         if not schedule.wants_chances:
             return length
         plan = self._plan
@@ -110,6 +115,16 @@ class ScheduledSteps:
             return length
         schedule.costs = plan.costs
         return plan.cap
+
+    def _looks(self, *, is_free: bool) -> bool:
+        """Say whether this step, while off, is one to see by what scheduling would gain."""
+        if is_free:
+            return self._num_chosen % _LOOK_EVERY[self._num_seen >= _SETTLED_AFTER] == 0
+        if self._num_chosen < self._next_look:
+            return False
+        self._next_look = self._num_chosen + self._look_after
+        self._look_after = min(_LOOK_AFTER[1], 2 * self._look_after)
+        return True
 
     def observe(
         self,
@@ -148,8 +163,10 @@ class ScheduledSteps:
         self._num_seen += 1
         if schedule.compares_caps:
             self._caps.observe(plan.caps, made, schedule.survival, plan.costs, plan.draft_s)
-        if self._num_seen >= _KNOWN_AFTER:
-            self.is_on = self._gain > (_OFF_BELOW if self.is_on else _ON_ABOVE)
+        if self._num_seen >= _KNOWN_AFTER or (self._num_seen >= _HOPELESS_AFTER and self._gain < _HOPELESS):
+            was_on, self.is_on = self.is_on, self._gain > (_OFF_BELOW if self.is_on else _ON_ABOVE)
+            if was_on and not self.is_on:
+                self._look_after, self._next_look = _LOOK_AFTER[0], self._num_chosen + _LOOK_AFTER[0]
 
 
 def _reaching(survival: Sequence[float], length: int) -> float:

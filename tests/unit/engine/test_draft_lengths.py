@@ -9,7 +9,7 @@ from support.engines import PROPOSERS, make_engine, tokens_of
 class Controller:
     """Always says 6, and notes what it is told."""
 
-    schedule = None
+    schedule, is_fixed = None, False
 
     def __init__(self):
         self.asked, self.told = [], []
@@ -17,6 +17,9 @@ class Controller:
     def choose(self, batch, context_len, *, may_schedule):
         self.asked.append((batch, context_len))
         return 6
+
+    def hears(self, num_draft_tokens, batch, context_len):
+        return True
 
     def observe(self, num_draft_tokens, batch, context_len, **measured):
         self.told.append((num_draft_tokens, batch, context_len, measured["accepted"]))

@@ -1,8 +1,16 @@
 """A block's fields share its memory on both sides, and do not overlap."""
 
 import numpy as np
+import torch
 
-from lean_laguna.engine.gpu_state import MAX_ROWS, MAX_STOPS, NUM_WORDS, RING, Block
+from lean_laguna.engine.gpu_state import (
+    MAX_ROWS,
+    MAX_STOPS,
+    NUM_WORDS,
+    RING,
+    Block,
+    Said,
+)
 
 
 def test_fields_cover_the_block_without_overlap():
@@ -24,3 +32,15 @@ def test_arrays_write_through_to_the_words():
     block.arrays["temperatures"][2] = 0.5
     assert block.fields["seeds"][1].item() == -1
     assert block.fields["temperatures"][2].item() == 0.5
+
+
+def test_steps_leave_their_blocks_in_turn():
+    said = Said(torch.device("cpu"), 3)
+    turns = [said.next() for _ in range(4)]
+    assert [turn for turn, _ in turns] == [0, 1, 2, 3]
+    said.words[1, -1] = 7
+    assert turns[1][1].arrays["ring"][-1, -1] == 7
+    assert turns[0][1] is turns[3][1] is not turns[1][1]
+    said.turn += 5
+    said.restart()
+    assert said.next()[0] == said.turn.item() == 0

@@ -107,6 +107,18 @@ def test_a_change_of_text_midway_is_noticed(before, after):
     assert statistics.mean(paper.tokens_per_s(k) for k in lengths[256:]) > 0.95 * best
 
 
+def test_drafting_that_once_seemed_dear_is_tried_again():
+    controller, dear = DraftLengthController(7), [20.0]
+    machine = Machine(
+        lambda k, batch, context: dear[0] * 0.5 * (k > 0),
+        lambda k, batch, context: 1 + (dear[0] * 0.5 if k else 0.0),
+        lambda _: [0.05 if dear[0] > 1 else 0.95] * 7,
+    )
+    assert run(machine, controller, 100).lengths[-1] == 0
+    dear[0] = 0.2
+    assert run(machine, controller, 4000).lengths[-1] > 0
+
+
 def test_a_machine_that_is_slower_now_and_then_is_no_reason_to_wander():
     slow = [1.0]
     paper = Machine(

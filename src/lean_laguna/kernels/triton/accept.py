@@ -34,6 +34,7 @@ class Requests:
         thresholds: [n, MAX_ROWS] int64, or None. Accept draft i, whatever it is, where the request's 32-bit
             draw for this step lies below entry i, which do not increase, of the set that another draws; see
             ``spec.synthetic``.
+        clock: [1] int64, or None: written with the nanosecond at which this was done; on a GPU only.
     """
 
     remaining: Tensor
@@ -46,6 +47,7 @@ class Requests:
     accepted: Tensor
     drafted: Tensor
     thresholds: Tensor | None = None
+    clock: Tensor | None = None
 
 
 SYNTHETIC_STREAM = 1
@@ -80,6 +82,7 @@ def _accept_kernel(
     accepted_ptr,
     drafted_ptr,
     thresholds_ptr,
+    clock_ptr,
     mask_token,
     RING: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -87,6 +90,7 @@ def _accept_kernel(
     NUM_SETS: tl.constexpr,
     STREAM: tl.constexpr,
     MAX: tl.constexpr,
+    CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL, False)
@@ -155,6 +159,8 @@ def _accept_kernel(
     tl.store(row_seeds_ptr + i, tl.load(seeds_ptr + new_request))
     tl.store(row_temperatures_ptr + i, tl.load(temperatures_ptr + new_request))
     tl.store(num_rows_ptr, next_row)
+    if CLOCK:
+        tl.store(clock_ptr, tl.extra.cuda.globaltimer())
 
 
 def accept(
@@ -210,6 +216,7 @@ def accept(
         requests.accepted,
         requests.drafted,
         requests.seeds if thresholds is None else thresholds,
+        requests.seeds if requests.clock is None else requests.clock,
         mask_token,
         RING=ring_size,
         NUM_STOPS=num_stops,
@@ -217,6 +224,7 @@ def accept(
         NUM_SETS=0 if thresholds is None else len(thresholds),
         STREAM=SYNTHETIC_STREAM,
         MAX=MAX_ROWS,
+        CLOCK=requests.clock is not None and requests.clock.is_cuda,
         PDL=launch.pdl,
         **launch.options(1),
     )

@@ -16,17 +16,35 @@ from lean_laguna.kernels.triton.primitives import normalise, wait_for_inputs, wa
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, num_rows_ptr, table_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ids_ptr,
+    num_rows_ptr,
+    table_ptr,
+    out_ptr,
+    clock_ptr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL, False)
+    if CLOCK:
+        tl.store(clock_ptr, tl.extra.cuda.globaltimer(), mask=row + tl.program_id(1) == 0)
     if row < tl.load(num_rows_ptr):
         token = tl.load(ids_ptr + row).to(tl.int64)
         tl.store(out_ptr + row * D + d, tl.load(table_ptr + token * D + d, mask=d < D), mask=d < D)
 
 
-def embed(input_ids: Tensor, table: Tensor, out: Tensor, num_rows: Tensor, launch: Launch) -> None:
+def embed(
+    input_ids: Tensor,
+    table: Tensor,
+    out: Tensor,
+    num_rows: Tensor,
+    launch: Launch,
+    *,
+    clock: Tensor | None = None,
+) -> None:
     """Copy the embedding of each live row.
 
     Args:
@@ -35,11 +53,21 @@ def embed(input_ids: Tensor, table: Tensor, out: Tensor, num_rows: Tensor, launc
         out: [MAX_ROWS, D], written; dead rows keep what they hold.
         num_rows: [1] int32, live rows.
         launch: What the launches of a step share.
+        clock: [1] int64, or None: written with the nanosecond at which this began; on a GPU only.
     """
     D = table.shape[1]
     block = min(1024, power_of_two(D))
     _embed_kernel[(MAX_ROWS, triton.cdiv(D, block))](
-        input_ids, num_rows, table, out, D=D, BLOCK=block, PDL=launch.pdl, **launch.options(4)
+        input_ids,
+        num_rows,
+        table,
+        out,
+        num_rows if clock is None else clock,
+        D=D,
+        BLOCK=block,
+        CLOCK=clock is not None and clock.is_cuda,
+        PDL=launch.pdl,
+        **launch.options(4),
     )
 
 

@@ -55,12 +55,14 @@ class Inputs:
         seeds: int64 seed of each row's request.
         temperatures: float32.
         rows: Where the rows stand.
+        clock: [1] int64, or None: written with the nanosecond at which a step began; on a GPU only.
     """
 
     input_ids: Tensor
     seeds: Tensor
     temperatures: Tensor
     rows: Rows
+    clock: Tensor | None = None
 
     @classmethod
     def allocate(cls, device: torch.device | str) -> Inputs:
@@ -309,7 +311,7 @@ class TargetStep:
         """Launch all but the head: input ids to ``scratch.normed``, K/V appended, taps written."""
         weights, inputs, scratch, launch = self.weights, self.inputs, self.scratch, self.launch
         rows = inputs.rows
-        embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch)
+        embed(inputs.input_ids, weights.embed, scratch.hidden, rows.num_rows, launch, clock=inputs.clock)
         for i, layer in enumerate(weights.layers):
             tap = None
             if self.taps is not None and i in self.tap_layers:
