@@ -119,13 +119,17 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
 
 
 def _scale_words(inventory: Inventory, limits: EngineLimits) -> int:
-    """Return what scales of packed weights take once more: at most four bytes for 64 columns of a row.
+    """Return what scales of packed weights take once more.
 
-    NVFP4 takes just that, blocks and wide groups less.
+    NVFP4's take two bytes each, others at most four for 64 columns of a row.
     """
     if not limits.is_on_gpu:
         return 0
-    return sum(group.num_weights // 16 for group in inventory.groups if group.number_format not in FLOATS)
+    return sum(
+        group.num_weights // (8 if group.number_format.startswith("NVFP4") else 16)
+        for group in inventory.groups
+        if group.number_format not in FLOATS
+    )
 
 
 def _theirs(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> dict[str, Any]:

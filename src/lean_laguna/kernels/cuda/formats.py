@@ -16,6 +16,8 @@ from lean_laguna.kernels.triton.weights import SparseWeights
 CODES = {"plain": 0, "fp8": 1, "int8": 2, "fp4": 3, "int4": 4}
 _UNIT = 2.0**19
 """What NVFP4's decoded codes are too small by."""
+_SMALLEST = 0x6D80
+"""The bits of a scale of zero places."""
 _FP8_UNIT = 2.0**120
 _TALL = 128
 _WARPS = 8
@@ -92,9 +94,10 @@ def _words(weight: Packed, tall: int, pairs: bool) -> Tensor:
 
 
 def _fp4_words(scales: Tensor, columns: int, pairs: bool) -> Tensor:
-    """Turn e4m3 bytes [N, K / 16] into words of four, five bits of exponent and three of mantissa each."""
+    """Turn e4m3 bytes [N, K / 16] into bfloat16 as the decoded codes want them, two a word."""
     mantissa, exponent = torch.frexp(scales.view(torch.float8_e4m3fn).float())
-    coded = ((exponent + 14) * 8 + (mantissa * 16 - 8)).to(torch.uint8)
+    places = ((exponent + 14) * 8 + (mantissa * 16 - 8)).to(torch.int16)
+    coded = places * 16 + _SMALLEST
     if pairs:
         parts = coded.view(-1, 2, 8, _WARPS, columns // 512, 2, 2)
         return parts.permute(0, 3, 4, 2, 6, 1, 5).flatten().view(torch.int32)

@@ -15,19 +15,18 @@ DEVICE constexpr int bits_of(int format) { return format == PLAIN ? 16 : format 
 DEVICE constexpr int chunks_of(int format) { return 16 / bits_of(format); }
 
 #ifdef EMULATED
-#define DEVICE_METHOD
+#define CAPPED_KERNEL(REGISTERS) extern "C" void
 DEVICE u32 times2(u32 a, u32 b) { return pack(low(a) * low(b), high(a) * high(b)); }
 DEVICE u32 plus2(u32 a, u32 b) { return pack(low(a) + low(b), high(a) + high(b)); }
-DEVICE u32 bytes_of(u32 word, u32 which) {
-    u32 v = 0;
-    for (int i = 0; i < 4; i++) {
-        const u32 at = which >> (4 * i) & 7;
-        v |= (at < 4 ? word >> (8 * at) & 0xffu : 0) << (8 * i);
-    }
-    return v;
+template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
+    const float by = UPPER ? high(b) : low(b);
+    return pack(low(a) * by, high(a) * by);
 }
+static emulator::Meeting teams[16];
+DEVICE void sync_team(int team, int threads) { emulator::meet(teams[team], threads); }
 #else
-#define DEVICE_METHOD __device__ __forceinline__
+// So few registers a thread that the kernels before and after fit beside it: 128 for two of them, with 512 threads each.
+#define CAPPED_KERNEL(REGISTERS) extern "C" __global__ void __maxnreg__(REGISTERS)
 // Two bfloat16 at once, rounded once; numbers below 2^-126 are kept.
 DEVICE u32 times2(u32 a, u32 b) {
     u32 v;
@@ -39,8 +38,19 @@ DEVICE u32 plus2(u32 a, u32 b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(0x3f803f80u), "r"(b));
     return v;
 }
-// Four bytes of a word, by hexadecimal digits from the last: 4 is a zero.
-DEVICE u32 bytes_of(u32 word, u32 which) { return __byte_perm(word, 0, which); }
+// The same by one half of `b`.
+template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
+    u32 v;
+    if (UPPER)
+        asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {h, h}; fma.rn.bf16x2 %0, %1, both, %3;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+    else
+        asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; fma.rn.bf16x2 %0, %1, both, %3;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+    return v;
+}
+// A barrier of the warps of one team.
+DEVICE void sync_team(int team, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory"); }
 #endif
 
 // Elements 2i and 2i + 1 of a word, before their scale.
@@ -57,88 +67,90 @@ template <int KIND> DEVICE u32 two_codes(u32 word, int i) {
     }
     return plus2(((word >> (4 * i)) & 0x000f000fu) | 0x43004300u, 0xc308c308u);
 }
-template <int KIND> DEVICE u32 two_of(u32 word, int i, u32 scale) { return times2(two_codes<KIND>(word, i), scale); }
 
-// A chunk's scale in both halves, of the item's word of scales: four bytes of NVFP4, exponent 5 bits and mantissa 3;
-// else two bfloat16, of the first and of the last half of the item.
-template <int KIND> DEVICE u32 scale_of(u32 scales, int chunk) {
-    if (KIND == FP4) return bytes_of(scales, 0x4040u + 0x0101u * chunk) * 16 + 0x6d806d80u;
-    if (KIND == INT4) return bytes_of(scales, chunk < 2 ? 0x1010u : 0x3232u);
-    return scales;
-}
+// Scales of a lane's item: NVFP4's four chunks have one each; else two bfloat16, of the first and of the last half.
+template <int KIND> struct Scales {
+    enum { WORDS = KIND == FP4 ? 2 : 1 };
+    u32 word[WORDS];
+    METHOD void load(const u32 *from) {
+        if (KIND == FP4) {
+            const uint2 both = *(const uint2 *)from;
+            word[0] = both.x, word[WORDS - 1] = both.y;
+        } else
+            word[0] = *from;
+    }
+    METHOD u32 times(u32 codes, int chunk) const {
+        const u32 own = word[KIND == FP4 ? chunk >> 1 : 0];
+        if (KIND == FP8 || KIND == INT8) return times2(codes, own);
+        return (KIND == FP4 ? chunk & 1 : chunk >> 1) ? times_half<true>(codes, own) : times_half<false>(codes, own);
+    }
+};
 
 // Eight weights of a row: a chunk of a lane's 16 bytes.
-template <int KIND> DEVICE uint4 decoded(uint4 slot, u32 scales, int chunk) {
-    if (KIND == PLAIN) return slot;
-    const u32 by = scale_of<KIND>(scales, chunk);
+template <int KIND> DEVICE uint4 decoded(uint4 slot, const Scales<KIND> &by, int chunk) {
     if (bits_of(KIND) == 8) {
         const u32 a = chunk ? slot.z : slot.x, b = chunk ? slot.w : slot.y;
-        return make_uint4(two_of<KIND>(a, 0, by), two_of<KIND>(a, 1, by), two_of<KIND>(b, 0, by),
-                          two_of<KIND>(b, 1, by));
+        return make_uint4(by.times(two_codes<KIND>(a, 0), chunk), by.times(two_codes<KIND>(a, 1), chunk),
+                          by.times(two_codes<KIND>(b, 0), chunk), by.times(two_codes<KIND>(b, 1), chunk));
     }
     const u32 word = chunk == 0 ? slot.x : chunk == 1 ? slot.y : chunk == 2 ? slot.z : slot.w;
-    return make_uint4(two_of<KIND>(word, 0, by), two_of<KIND>(word, 1, by), two_of<KIND>(word, 2, by),
-                      two_of<KIND>(word, 3, by));
+    return make_uint4(by.times(two_codes<KIND>(word, 0), chunk), by.times(two_codes<KIND>(word, 1), chunk),
+                      by.times(two_codes<KIND>(word, 2), chunk), by.times(two_codes<KIND>(word, 3), chunk));
 }
 
 // What a kernel knows of its weights: FORMAT of the enumeration, TALL is log2 of the rows that share FP8's scales.
 #ifndef TALL
 #define TALL 0
 #endif
+#ifndef UNROLL_ITEMS
+#define UNROLL_ITEMS 4
+#endif
 DEVICE constexpr bool is_tall(int format) { return format == FP8 && TALL > 0; }
 
-// Weights lie by 8 rows, and there by the parts of K that warps take and by items: what a warp's lanes multiply at once,
-// 16 bytes each (`lane_order.py`). Words of scales lie alike.
+// Weights lie by 8 rows, and there by items in the order of K: what a warp's lanes multiply at once, 16 bytes each
+// (`lane_order.py`). Words of scales lie alike. Warps take parts of K.
 template <int KIND, int LENGTH, int PARTS> struct Rows8 {
     enum {
         CHUNKS = chunks_of(KIND),
         ITEMS = LENGTH / PARTS / 32 / CHUNKS,
         CODES = LENGTH * bits_of(KIND),  // bytes of 8 rows
-        WORDS = is_tall(KIND) ? LENGTH / 16 : KIND == INT4 ? LENGTH / 4 : LENGTH / 2
+        WORDS = is_tall(KIND) ? LENGTH / 16 : KIND == FP4 ? LENGTH : KIND == INT4 ? LENGTH / 4 : LENGTH / 2,
+        BYTES = CODES + WORDS
     };
-    // Bytes from the start of the scales to those of block `i` of 8 rows.
-    static DEVICE_METHOD size_t scales_at(size_t i) { return (is_tall(KIND) ? i >> (TALL > 3 ? TALL - 3 : 0) : i) * WORDS; }
-    // A lane's word of an item counted through all warps.
-    static DEVICE_METHOD int word_at(int item, int g, int t) {
-        return KIND == FP4 ? (item * 8 + g) * 2 + (t >> 1) : is_tall(KIND) ? item : item * 8 + g;
-    }
-};
-
-// Two blocks of 8 rows, the 16 rows of the matrix instruction, in a slot of shared memory that the copy engine fills.
-template <int KIND, int LENGTH, int PARTS> struct Unit {
-    using Own = Rows8<KIND, LENGTH, PARTS>;
-    enum { BYTES = 2 * (Own::CODES + Own::WORDS) };
-    // By one thread; NEXT: the second block follows the first.
-    template <bool NEXT>
-    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t first, size_t second, u64 *arrival) {
+    // By one thread: block `i` of 8 rows, counted through a bank.
+    static METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t i, u64 *arrival) {
         expect_bytes(arrival, BYTES);
-        copy_bulk(slot, codes + first * Own::CODES, NEXT ? 2 * Own::CODES : Own::CODES, arrival);
-        if (!NEXT) copy_bulk(slot + Own::CODES, codes + second * Own::CODES, Own::CODES, arrival);
-        slot += 2 * Own::CODES;
-        const bool is_one = NEXT && !is_tall(KIND);
-        copy_bulk(slot, scales + Own::scales_at(first), is_one ? 2 * Own::WORDS : Own::WORDS, arrival);
-        if (!is_one) copy_bulk(slot + Own::WORDS, scales + Own::scales_at(second), Own::WORDS, arrival);
+        copy_bulk(slot, codes + i * CODES, CODES, arrival);
+        copy_bulk(slot + CODES, scales + (is_tall(KIND) ? i >> (TALL > 3 ? TALL - 3 : 0) : i) * WORDS, WORDS, arrival);
     }
-    // Multiply this warp's part. `tokens` is this lane's place in the row of its token, `stride` from a row to the next.
+    // A lane's word of an item counted through all warps.
+    static METHOD int word_at(int item, int g, int t) {
+        return KIND == FP4 ? ((item * 8 + g) * 2 + (t >> 1)) * 2 : is_tall(KIND) ? item : item * 8 + g;
+    }
+    // Multiply this warp's part of two blocks, the 16 rows of the matrix instruction, or of the first one only. `tokens`
+    // is this lane's place in the row of its token, `stride` from a row to the next.
     template <int HALVES>
-    static DEVICE_METHOD void multiply(float (&even)[HALVES][4], float (&odd)[HALVES][4], const u8 *slot,
-                                       const u16 *tokens, int stride, int live) {
-        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    static METHOD void multiply(float (&even)[HALVES][4], float (&odd)[HALVES][4], const u8 *first, const u8 *second,
+                                       bool has_second, const u16 *tokens, int stride, int live, int warp) {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll UNROLL_ITEMS
+        for (int i = 0; i < ITEMS; i++) {
+            const int item = warp * ITEMS + i, word = word_at(item, g, t);
+            const uint4 w = *(const uint4 *)(first + item * 512 + lane * 16);
+            Scales<KIND> by, by8 = {};
+            by.load((const u32 *)(first + CODES) + word);
+            uint4 w8 = zero;
+            if (has_second) {
+                w8 = *(const uint4 *)(second + item * 512 + lane * 16);
+                by8.load((const u32 *)(second + CODES) + word);
+            }
 #pragma unroll
-        for (int i = 0; i < Own::ITEMS; i++) {
-            const int item = warp * Own::ITEMS + i;
-            const uint4 w = *(const uint4 *)(slot + item * 512 + lane * 16);
-            const uint4 w8 = *(const uint4 *)(slot + Own::CODES + item * 512 + lane * 16);
-            const u32 *words = (const u32 *)(slot + 2 * Own::CODES) + Own::word_at(item, g, t);
-            const u32 by = words[0], by8 = words[Own::WORDS / 4];
-#pragma unroll
-            for (int c = 0; c < Own::CHUNKS; c++) {
+            for (int c = 0; c < CHUNKS; c++) {
                 const uint4 a = decoded<KIND>(w, by, c), a8 = decoded<KIND>(w8, by8, c);
 #pragma unroll
                 for (int h = 0; h < HALVES; h++) {
-                    const uint4 b = g + 8 * h < live ? *(const uint4 *)(tokens + 8 * h * stride + (i * Own::CHUNKS + c) * 32)
-                                                     : zero;
+                    const uint4 b = g + 8 * h < live ? *(const uint4 *)(tokens + 8 * h * stride + (i * CHUNKS + c) * 32) : zero;
                     multiply_block(even[h], odd[h], a, a8, b);
                 }
             }
@@ -153,14 +165,15 @@ template <int KIND, int LENGTH, int PARTS, bool ALL> struct Pair16 {
         IS_SMALL = bits_of(KIND) == 4,
         ITEMS = IS_SMALL ? 1 : 2,
         STEPS = LENGTH / PARTS / 64,
-        STEP_WORDS = KIND == FP4 ? 64 : 32,  // bytes an item
+        STEP_WORDS = KIND == FP4 ? 128 : 32,  // bytes an item
+        OWN_ONLY = !ALL && STEPS % 4 == 0,  // of scales that many rows share
         WARPS_HERE = ALL ? PARTS : 1,
         CODES = ITEMS * STEPS * 512 * WARPS_HERE,
-        WORDS = is_tall(KIND) ? LENGTH / 16 : ITEMS * STEPS * STEP_WORDS * WARPS_HERE,
+        WORDS = is_tall(KIND) ? (OWN_ONLY ? STEPS * 4 : LENGTH / 16) : ITEMS * STEPS * STEP_WORDS * WARPS_HERE,
         BYTES = CODES + WORDS
     };
     // By one thread: rows of a pair of blocks, counted through a bank. Many small copies are slow to ask for.
-    static DEVICE_METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t pair, int warp, u64 *arrival) {
+    static METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t pair, int warp, u64 *arrival) {
         expect_bytes(arrival, BYTES);
 #pragma unroll
         for (int half = 0; half < (ALL ? 1 : ITEMS); half++) {
@@ -169,22 +182,24 @@ template <int KIND, int LENGTH, int PARTS, bool ALL> struct Pair16 {
             copy_bulk(slot + half * here, codes + at * 512, here, arrival);
             if (!is_tall(KIND)) copy_bulk(slot + CODES + half * words_here, scales + at * STEP_WORDS, words_here, arrival);
         }
-        if (is_tall(KIND)) copy_bulk(slot + CODES, scales + (pair >> (TALL > 4 ? TALL - 4 : 0)) * WORDS, WORDS, arrival);
+        const size_t row = pair >> (TALL > 4 ? TALL - 4 : 0);
+        if (is_tall(KIND))
+            copy_bulk(slot + CODES, scales + row * (LENGTH / 16) + (OWN_ONLY ? warp * WORDS : 0), WORDS, arrival);
     }
     // Items of a step, and their words of scales.
-    static DEVICE_METHOD void take(uint4 (&w)[2], u32 (&by)[2], const u8 *slot, int step, int warp, int lane) {
+    static METHOD void take(uint4 (&w)[2], Scales<KIND> (&by)[2], const u8 *slot, int step, int warp, int lane) {
         const int g = lane >> 2, t = lane & 3;
         const u32 *words = (const u32 *)(slot + CODES);
 #pragma unroll
         for (int half = 0; half < ITEMS; half++) {
             const int at = (ALL ? half * PARTS + warp : half) * STEPS + step;
             w[half] = *(const uint4 *)(slot + at * 512 + lane * 16);
-            by[half] = is_tall(KIND) ? words[warp * STEPS + step]
-                                     : words[at * (STEP_WORDS / 4) + (KIND == FP4 ? g * 2 + (t >> 1) : g)];
+            by[half].load(is_tall(KIND) ? words + (OWN_ONLY ? step : warp * STEPS + step)
+                                        : words + at * (STEP_WORDS / 4) + (KIND == FP4 ? (g * 2 + (t >> 1)) * 2 : g));
         }
     }
     // Chunk c of a step's columns: the first 8 rows, or the 8 below.
-    static DEVICE_METHOD uint4 chunk(const uint4 (&w)[2], const u32 (&by)[2], int half, int c) {
+    static METHOD uint4 chunk(const uint4 (&w)[2], const Scales<KIND> (&by)[2], int half, int c) {
         return IS_SMALL ? decoded<KIND>(w[0], by[0], 2 * half + c) : decoded<KIND>(w[half], by[half], c);
     }
 };
@@ -228,73 +243,3 @@ DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, int live
     __syncthreads();
 }
 
-#ifdef EMULATED
-DEVICE void stream_word(u32 *to, const u32 *from) { *to = *from; }
-#else
-// Four bytes on their way into shared memory, in the group that is committed next.
-DEVICE void stream_word(u32 *to, const u32 *from) {
-    const u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
-}
-#endif
-// An item: 16 bytes of codes and, where packed, a word of scales; a group of its own.
-template <int KIND>
-DEVICE void stream_packed(u16 *to, u32 *word_to, const u16 *from, const u32 *word, bool wanted) {
-    if (KIND != PLAIN && wanted) stream_word(word_to, word);
-    stream(to, from, wanted);
-}
-// The same without a group of its own.
-template <int KIND> DEVICE void copy_packed(u16 *to, u32 *word_to, const u16 *from, const u32 *word) {
-    if (KIND != PLAIN) stream_word(word_to, word);
-    copy_async(to, from, true);
-}
-
-// Where a lane's words of scales of a row of K columns start, in a warp's part; and from item to item.
-template <int KIND, int LENGTH, int PARTS> DEVICE const u32 *words_of_row(const u32 *scales, size_t row, int warp, int t) {
-    if (KIND == PLAIN) return scales;
-    if (KIND == INT4) return scales + row * (LENGTH / 128) + warp * (LENGTH / PARTS / 128);
-    if (KIND == FP4) return scales + row * (LENGTH / 64) + warp * (LENGTH / PARTS / 64) + (t >> 1);
-    return scales + (KIND == FP8 ? row >> TALL : row) * (LENGTH / 64) + warp * (LENGTH / PARTS / 64);
-}
-DEVICE constexpr int words_an_item(int format) { return format == FP4 ? 2 : 1; }
-
-// 16 rows of K columns as products that add to the residual take them: STEPS of COLUMNS chunks, of ITEMS each.
-template <int KIND, int LENGTH, int PARTS> struct Pair {
-    enum {
-        BITS = bits_of(KIND),
-        ITEMS = BITS == 4 ? 1 : 2,
-        COLUMNS = BITS == 16 ? 1 : 2,
-        STEPS = LENGTH / PARTS / 32 / COLUMNS,
-        STEP = BITS == 4 ? 256 : 32,
-        WORDS = KIND == FP4 ? 16 : KIND == INT4 ? 8 : 1
-    };
-    const u16 *from;
-    const u32 *words;
-    // `pair` counts through a bank.
-    DEVICE_METHOD Pair(const u16 *weight, const u32 *scales, size_t pair, int warp, int g, int t) {
-        if (BITS == 4) {
-            from = weight + pair * (4 * LENGTH) + warp * (LENGTH / 2) + (g * 4 + t) * 8;
-            words = scales + (pair * PARTS + warp) * (LENGTH / 512) * WORDS + (KIND == FP4 ? g * 2 + (t >> 1) : g);
-        } else {
-            from = weight + (pair * 16 + g) * (LENGTH * BITS / 16) + warp * (LENGTH / PARTS * BITS / 16) + 8 * t;
-            words = words_of_row<KIND, LENGTH, PARTS>(scales, pair * 16 + g, warp, t);
-        }
-    }
-    // Item `half` of a step: rows g or g + 8, or both.
-    DEVICE_METHOD const u16 *codes(int step, int half) const { return from + step * STEP + half * (8 * LENGTH * BITS / 16); }
-    DEVICE_METHOD const u32 *scales(int step, int half) const {
-        const int below = KIND == FP8 && TALL ? 0 : 8 * (LENGTH / 64);
-        return words + step * WORDS + half * below;
-    }
-};
-// Multiply chunk c of a step's columns: 8 rows and the 8 below.
-template <int KIND>
-DEVICE void multiply_chunk(float (&even)[2][4], float (&odd)[2][4], uint4 a, uint4 a8, const uint4 (&w)[2],
-                           const u32 (&by)[2], int c) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const bool is_one = bits_of(KIND) == 4;
-        multiply_block(even[half], odd[half], a, a8,
-                       decoded<KIND>(w[is_one ? 0 : half], by[is_one ? 0 : half], is_one ? 2 * half + c : c));
-    }
-}

@@ -67,7 +67,7 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
         for (int i = 0; i < AHEAD; i += 2) {
             const int k = first + i;
             uint4 w[2];
-            u32 by[2];
+            Scales<FORMAT> by[2];
             Own::take(w, by, slot, k / 2, warp, lane);
 #pragma unroll
             for (int c = 0; c < 2; c++) {

@@ -27,8 +27,13 @@ THREADS = 32 * WARPS
 SUM_STRIDE = 18
 """As in ``packed.cuh``."""
 MAX_SHARED = 226 << 10
-UNIT_ROOM = 72 << 10
-"""Bytes of shared memory for a program's units on their way, two programs a multiprocessor."""
+UNIT_ROOM, SMALL_ROOM = 66 << 10, 50 << 10
+"""Bytes of shared memory for a team's blocks on their way, of 8 bits and of 4."""
+ONE_ONLY = 115_713
+"""Bytes of which a multiprocessor of 228 KiB holds one program and no second: where two land on one,
+another has none."""
+TEAMS = {1: 2, 8: 2, 16: 1}
+ADD_WARPS = 16
 DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 """The same for experts of the second product, by columns."""
 
@@ -36,7 +41,7 @@ DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 def _widths(weight: Packed, tall: int) -> tuple[int, int]:
     """Return the bytes of 8 rows' codes and of their words of scales."""
     columns = weight.shape[-1]
-    share = 16 if weight.kind == "fp8" and tall else 4 if weight.kind == "int4" else 2
+    share = 16 if weight.kind == "fp8" and tall else {"fp4": 1, "int4": 4}.get(weight.kind, 2)
     return columns * (4 if is_small(weight) else 8), columns // share
 
 
@@ -45,18 +50,18 @@ def _sums(cols: int) -> int:
     return 2 * WARPS * cols * SUM_STRIDE * 4
 
 
-def _num_programs(x: Tensor, launch: Launch) -> int:
-    return multiprocessors(x.device) * (2 if launch.cols <= 8 else 1)
+def _places(weight: Packed, block_bytes: int, most: int, fixed: int, teams: int) -> int:
+    """Return how many blocks of 8 rows of a team are on their way at once.
 
-
-def _registers_for(launch: Launch) -> int:
-    """Return how many programs a multiprocessor's registers should hold."""
-    return 4 if launch.cols == 1 else 2 if launch.cols <= 8 else 1
-
-
-def _places(unit_bytes: int, most: int) -> int:
-    """Return how many units of a program, of so many at most, are on their way at once."""
-    return max(1, min(most, UNIT_ROOM // unit_bytes))
+    Args:
+        weight: Whose blocks.
+        block_bytes: Bytes of one.
+        most: Blocks that a team has at most.
+        fixed: Bytes that a program takes beside.
+        teams: Of a program.
+    """
+    room = min(SMALL_ROOM if is_small(weight) else UNIT_ROOM, (MAX_SHARED - fixed) // teams)
+    return max(2, min(most, room // (block_bytes + 8)))
 
 
 def fits_project(weight: Packed, *, gated: bool) -> bool:
@@ -75,15 +80,17 @@ def project(
     launch: Launch,
     *,
     gated: bool,
-    least_shared: int = 0,
 ) -> None:
     """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tall, cols = tall_log(weight), launch.cols
-    unit = 2 * sum(_widths(weight, tall))
-    count = n // (8 if gated else 16)
-    grid = min(count, _num_programs(x, launch))
-    places = _places(unit, -(-count // grid))
+    block = sum(_widths(weight, tall))
+    units = n // (8 if gated else 16)
+    teams = TEAMS[cols]
+    grid = min(-(-units // teams), multiprocessors(x.device))
+    most = -(-units // (grid * teams)) * 2 if gated else -(-n // 8 // (grid * teams))
+    fixed = teams * _sums(cols) + cols * (k + 8) * 2 + (k // 2 if cols == 1 else 0)
+    places = _places(weight, block, most, fixed, teams)
     source = Source.of(
         "packed_project",
         FORMAT=code_of(weight),
@@ -94,20 +101,30 @@ def project(
         PLACES=places,
         COLS=cols,
         GATED=gated,
-        PROGRAMS=_registers_for(launch),
+        TEAMS=teams,
+        PROGRAMS=1,
     )
-    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + (k // 2 if cols == 1 else 0)
+    shared = fixed + teams * places * (block + 8)
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (weight.codes, scale_words(weight, tall), factors)
     arguments = (x, norm, *weights, out, num_rows, eps, x.stride(0), out.stride(0))
-    launch_kernel(source, grid, THREADS, max(shared, least_shared), arguments, launch)
+    launch_kernel(source, grid, teams * THREADS, max(shared, ONE_ONLY), arguments, launch)
+
+
+def _add_warps(weight: Packed) -> int:
+    """Return the warps that share a row."""
+    return 16 if weight.shape[1] % 1024 == 0 and ADD_WARPS == 16 else WARPS
 
 
 def _add_shared(weight: Packed, tall: int, cols: int) -> int:
     """Return the bytes of shared memory: all of a program's weights, sums and a lone row."""
+    warps = _add_warps(weight)
     k, (codes, words) = weight.shape[1], _widths(weight, tall)
-    words = k // 16 * WARPS if weight.kind == "fp8" and tall else 2 * words
-    return 2 * codes + words + WARPS * (cols * SUM_STRIDE * 4 + 8) + (k * 2 if cols == 1 else 0)
+    if weight.kind == "fp8" and tall:
+        words = k // 16 * (1 if k // warps % 256 == 0 else warps)
+    else:
+        words *= 2
+    return 2 * codes + words + warps * (cols * SUM_STRIDE * 4 + 8) + (k * 2 if cols == 1 else 0)
 
 
 def fits_project_add(weight: Packed) -> bool:
@@ -118,7 +135,7 @@ def fits_project_add(weight: Packed) -> bool:
         and n % 16 == 0
         and fits(weight, pairs=True)
         and has_bulk_copies(weight.device)
-        and _add_shared(weight, tall_log(weight), 16) <= MAX_SHARED
+        and all(_add_shared(weight, tall_log(weight), cols) <= MAX_SHARED for cols in (1, 16))
     )
 
 
@@ -127,21 +144,23 @@ def project_add(
 ) -> None:
     """Add x @ weight^T, rounded, to the residual stream of the live rows."""
     n, k = weight.shape
-    tall, cols = tall_log(weight), launch.cols
+    tall, cols, warps = tall_log(weight), launch.cols, _add_warps(weight)
     source = Source.of(
         "packed_add",
         FORMAT=code_of(weight),
         TALL=tall,
         K=k,
         N=n,
-        WARPS=WARPS,
+        WARPS=warps,
         COLS=cols,
-        PROGRAMS=3 if cols == 1 else 1,
+        PROGRAMS=1 if cols > 1 else 2 if warps == 16 else 3,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     words = scale_words(weight, tall, pairs=True)
     arguments = (x, weight.codes, words, unit_factors(weight), hidden, tap, num_rows, *strides)
-    launch_kernel(source, n // 16, THREADS, _add_shared(weight, tall, cols), arguments, launch)
+    launch_kernel(
+        source, n // 16, 32 * warps, max(ONE_ONLY, _add_shared(weight, tall, cols)), arguments, launch
+    )
 
 
 def _packed(mlp: SparseWeights) -> tuple[Packed, Packed, Packed, Packed]:
@@ -169,6 +188,7 @@ def fits_experts(mlp: SparseWeights) -> bool:
         and up.shape[-1] <= 4096
         and down.shape[-1] % 512 == 0
         and last.shape[-1] % 512 == 0
+        and all(_down_plan(mlp, cols)[2] <= MAX_SHARED for cols in (1, 8, 16))
     )
 
 
@@ -183,13 +203,31 @@ def contest_bytes(num_experts: int, top_k: int, cols: int) -> int:
     return num_experts * 8 + num_experts // 32 * min(top_k, 32) * 5 + 32 if cols == 1 else 0
 
 
+def _down_plan(mlp: SparseWeights, cols: int) -> tuple[bool, int, int]:
+    """Return how ``packed_down`` runs: ALONE, places for experts on their way, bytes of shared memory."""
+    _, down, _, last = _packed(mlp)
+    tall, (experts, _, f), fs, top_k = tall_log(down, last), down.shape, last.shape[-1], mlp.top_k
+    is_tall = down.kind == "fp8" and tall > 0
+    own, shared_own = (
+        2 * codes + (1 if is_tall else 2) * words
+        for codes, words in (_widths(down, tall), _widths(last, tall))
+    )
+    sizes, slots = (experts, top_k, cols), min(experts, top_k * cols)
+    fixed = shared_own + cols * (top_k * (f + 8) + fs + 8) * 2 + routing_bytes(*sizes) + 8 + 4 * slots
+    alone_sums = max(contest_bytes(*sizes), (top_k + 2) * WARPS * 64)
+    is_alone = cols == 1 and fixed + alone_sums + top_k * (own + 8) <= MAX_SHARED
+    fixed += alone_sums if is_alone else max(contest_bytes(*sizes), _sums(cols))
+    room = min(DOWN_ROOM[cols] - shared_own, MAX_SHARED - fixed)
+    places = top_k if is_alone else max(1, min(slots, room // (own + 8)))
+    return is_alone, places, fixed + places * (own + 8)
+
+
 def _experts_up(
     mlp: SparseWeights,
     constants: dict[str, int],
     buffers: tuple[Tensor, ...],
     routing: Routing,
-    softcap: float,
-    table_bytes: int,
+    sizes: tuple[int, int, int],
     launch: Launch,
 ) -> None:
     """Route, and compute silu(gate) * up of the shared expert and of every chosen one.
@@ -199,32 +237,32 @@ def _experts_up(
         constants: Of routing and shapes.
         buffers: Normalised rows, scores, the shared expert's result and live rows.
         routing: As for ``products.run_experts``.
-        softcap: Of the router's logits.
-        table_bytes: Upper bound of what routing takes.
+        sizes: Experts, those of a token, columns.
         launch: What the launches of a step share.
     """
     normed, scores, shared_act, num_rows = buffers
     up, _, shared_up, _ = _packed(mlp)
     tall, cols, k = tall_log(up, shared_up), launch.cols, up.shape[-1]
-    unit = 2 * sum(_widths(up, tall))
+    block = sum(_widths(up, tall))
     units = (up.shape[1] * mlp.top_k * cols + shared_up.shape[0]) // 16
-    grid = _num_programs(normed, launch)
-    places = _places(unit, -(-units // grid))
+    teams, grid = TEAMS[cols], multiprocessors(normed.device)
+    fixed = teams * _sums(cols) + cols * (k + 8) * 2 + routing_bytes(*sizes) + contest_bytes(*sizes)
+    places = _places(up, block, -(-units // (grid * teams)) * 2, fixed, teams) // 2
     source = Source.of(
         "packed_up",
         K=k,
         PLACES=places,
         TALL=tall,
         FORMAT=code_of(up),
-        PROGRAMS=_registers_for(launch),
+        TEAMS=teams,
+        PROGRAMS=1,
         **constants,
     )
     weights = (up.codes, scale_words(up, tall), shared_up.codes, scale_words(shared_up, tall))
-    outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, num_rows, softcap)
-    factor_bytes = 8 * min(up.shape[0], mlp.top_k * cols)
-    shared = places * (unit + 8) + cols * (k + 8) * 2 + _sums(cols) + table_bytes + factor_bytes
+    outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
+    shared = fixed + teams * 2 * places * (block + 8)
     arguments = (normed, scores, mlp.bias, *weights, *outs)
-    launch_kernel(source, grid, THREADS, shared, arguments, launch)
+    launch_kernel(source, grid, teams * THREADS, max(shared, ONE_ONLY), arguments, launch)
 
 
 def _experts_down(
@@ -233,7 +271,6 @@ def _experts_down(
     buffers: tuple[Tensor, ...],
     routing: Routing,
     tap: Tensor | None,
-    table_bytes: int,
     launch: Launch,
 ) -> None:
     """Compute the experts' down products, their weighted sum and the residual's new value.
@@ -244,35 +281,29 @@ def _experts_down(
         buffers: The shared expert's activations, scores, residual stream and live rows.
         routing: As for ``products.run_experts``.
         tap: As there.
-        table_bytes: Upper bound of what routing takes.
         launch: What the launches of a step share.
     """
     shared_act, scores, hidden, num_rows = buffers
     _, down, _, last = _packed(mlp)
     tall, cols = tall_log(down, last), launch.cols
-    f, fs = down.shape[-1], last.shape[-1]
-    own, shared_own = 2 * sum(_widths(down, tall)), 2 * sum(_widths(last, tall))
-    if down.kind == "fp8" and tall:
-        own, shared_own = (2 * codes + words for codes, words in (_widths(down, tall), _widths(last, tall)))
-    places = max(1, min(mlp.top_k * cols, (DOWN_ROOM[cols] - shared_own) // own))
+    is_alone, places, shared = _down_plan(mlp, cols)
     source = Source.of(
         "packed_down",
         N=hidden.shape[1],
         PLACES=places,
+        ALONE=is_alone,
         TALL=tall,
         FORMAT=code_of(down),
-        PROGRAMS=3 if cols == 1 else 1,
+        PROGRAMS=(2 if is_alone else 3) if cols == 1 else 1,
         **constants,
     )
     routed = (down.codes, scale_words(down, tall, pairs=True))
     weights = (*routed, last.codes, scale_words(last, tall, pairs=True), expert_factors(mlp))
-    staged = cols * mlp.top_k * (f + 8) * 2 + cols * (fs + 8) * 2
-    factor_bytes = 4 * min(down.shape[0], mlp.top_k * cols)
-    shared = places * own + shared_own + staged + _sums(cols) + table_bytes + (places + 1) * 8 + factor_bytes
     factors = (float(mlp.scaling), float(mlp.softcap))
     rest = (hidden, tap, num_rows, *factors, 0 if tap is None else tap.stride(0))
     arguments = (routing.act, shared_act, scores, mlp.bias, *weights, *rest)
-    launch_kernel(source, hidden.shape[1] // 16, THREADS, shared, arguments, launch)
+    threads = THREADS * (2 if is_alone else 1)
+    launch_kernel(source, hidden.shape[1] // 16, threads, shared, arguments, launch)
 
 
 def run_experts(
@@ -299,8 +330,7 @@ def run_experts(
         "NORM_TOPK": mlp.norm_topk,
     }
     sizes = experts, mlp.top_k, launch.cols
-    table_bytes = routing_bytes(*sizes) + contest_bytes(*sizes)
     up_buffers = (normed, scores, shared_act, num_rows)
-    _experts_up(mlp, constants, up_buffers, routing, float(mlp.softcap), table_bytes, launch)
+    _experts_up(mlp, constants, up_buffers, routing, sizes, launch)
     down_buffers = (shared_act, scores, hidden, num_rows)
-    _experts_down(mlp, constants, down_buffers, routing, tap, table_bytes, launch)
+    _experts_down(mlp, constants, down_buffers, routing, tap, launch)

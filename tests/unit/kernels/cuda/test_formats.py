@@ -1,13 +1,17 @@
 """CUDA C++ products of packed weights: as those of the decoded ones, and a row's bits are its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lean_laguna.engine.gpu_packed import in_lane_order, to_kernels
-from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.cuda import packed_products, products
 from lean_laguna.kernels.triton.experts import Routing
+from lean_laguna.kernels.triton.formats import Packed
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
+from lean_laguna.models.shapes import laguna_shape
 from lean_laguna.quant.random_weight import random_weight
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, packed_integer
 
@@ -151,3 +155,61 @@ def test_what_does_not_fit_is_left_to_triton(both):
     assert not products.fits_project_add(packed)  # codes lie by rows of lanes, not by pairs
     assert not products.fits_project(both("nvfp4", 16, 512)[0])
     assert not products.fits_project(both("int4", 16, 1024, pairs=True)[0])
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would be launched on 132 multiprocessors: bytes of shared memory."""
+    found = []
+    monkeypatch.setattr(packed_products, "launch_kernel", lambda *call: found.append(call[3]))
+    monkeypatch.setattr(packed_products, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(packed_products, "has_bulk_copies", lambda _: True)
+    for name in ("scale_words", "unit_factors", "pair_factors", "expert_factors"):
+        monkeypatch.setattr(packed_products, name, lambda *_, **__: None)
+    return found
+
+
+def on_meta(name, *size, pairs=False):
+    """A packed weight without memory."""
+    kind, (n, k) = name.split("-")[0].removeprefix("nv"), size[-2:]
+    tall, wide = {"nvfp4": (1, 16), "fp8-block": (128, 128), "fp8-channel": (1, k)}.get(name, (1, 128))
+    small = kind in ("fp4", "int4")
+    codes = torch.empty((*size[:-1], k // 2 if small else k), dtype=torch.uint8, device="meta")
+    of = torch.uint8 if kind == "fp4" else torch.bfloat16
+    scales = torch.empty((*size[:-2], -(-n // tall), k // wide), dtype=of, device="meta")
+    order = "pairs" if pairs and small else "lanes"
+    return Packed(kind, size, torch.bfloat16, codes, scales, tall, wide, order=order)
+
+
+@EVERY
+@pytest.mark.parametrize("shape", ["laguna-xs-2.1", "laguna-s-2.1"])
+@pytest.mark.parametrize("cols", [1, 8, 16])
+def test_what_fits_stays_within_the_cards_shared_memory(launched, name, shape, cols):
+    config, launch = laguna_shape(shape), Launch(cols)
+    d, f, dense = config.hidden_size, config.moe_intermediate_size, config.intermediate_size
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    x = torch.empty(16, d, dtype=torch.bfloat16, device="meta")
+    adds = [on_meta(name, d, dense, pairs=True)]
+    for heads in set(config.num_attention_heads_per_layer):
+        adds.append(on_meta(name, d, heads * config.head_dim, pairs=True))
+        qkv = on_meta(name, (heads + 16) * config.head_dim + 128, d)
+        packed_products.project(x, x, qkv, x, x, EPS, launch, gated=False)
+    packed_products.project(x, x, on_meta(name, 2 * dense, d), x, x, EPS, launch, gated=True)
+    for weight in filter(packed_products.fits_project_add, adds):
+        packed_products.project_add(x, weight, x, x, launch, None)
+    block = SparseWeights(
+        norm=x,
+        router_gate_up=x,
+        shared_gate_up=on_meta(name, 2 * f, d),
+        bias=x,
+        gate_up=on_meta(name, experts, 2 * f, d),
+        down=on_meta(name, experts, d, f, pairs=True),
+        shared_down=on_meta(name, d, f, pairs=True),
+        top_k=top_k,
+        scaling=1.0,
+    )
+    assert packed_products.fits_experts(block) == (shape == "laguna-xs-2.1")
+    if packed_products.fits_experts(block):
+        packed_products.run_experts(block, x, x, x, x, SimpleNamespace(act=x, expert_ids=x), x, launch, None)
+    assert len(launched) >= 5
+    assert max(launched) <= 227 << 10
