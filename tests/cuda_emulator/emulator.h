@@ -128,18 +128,13 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
-// Programs that wait for each other run side by side, all of them.
-#ifndef ALL_AT_ONCE
-#define ALL_AT_ONCE 0
-#endif
 #define EXTERN_SHARED(T, NAME)                                                      \
     T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16 +           \
                     emulator::current / emulator::num_threads * emulator::shared_pitch)
 #define EMULATE(NAME)                                                                           \
     extern "C" const char *emulate(int grid, int threads, int shared_size, void **args) {       \
         emulator::failure = nullptr;                                                            \
-        emulator::run(grid, threads, shared_size, ALL_AT_ONCE ? grid : CLUSTER,                 \
-                      [&] { emulator::call(NAME, args); });                                     \
+        emulator::run(grid, threads, shared_size, CLUSTER, [&] { emulator::call(NAME, args); }); \
         return emulator::failure;                                                               \
     }
 #define threadIdx (emulator::Dim{emulator::current % emulator::num_threads})
@@ -173,11 +168,6 @@ DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
 DEVICE u16 load_fresh16(const u16 *p) { return *p; }
 DEVICE int load_fresh32(const int *p) { return *p; }
-DEVICE void store_word(u64 *p, u32 value, u32 tag) { *p = (u64)tag << 32 | value; }
-DEVICE u64 load_word(const u64 *p) {
-    emulator::pause();
-    return *p;
-}
 DEVICE float from_bf16(u16 v) { return __int_as_float((int)((u32)v << 16)); }
 DEVICE u16 to_bf16(float x) {
     u32 bits = (u32)__float_as_int(x);

@@ -11,8 +11,6 @@ import torch
 
 from lean_laguna.kernels.cuda import compiler, driver
 
-WAITING = ("experts_up",)
-"""Kernels whose programs wait for each other."""
 HERE = Path(__file__).parent.parent / "cuda_emulator"
 KEPT = Path(__file__).parents[2] / "build" / "cuda-emulator"
 
@@ -20,8 +18,6 @@ KEPT = Path(__file__).parents[2] / "build" / "cuda-emulator"
 @functools.cache
 def _library(source):
     constants = "".join(f"#define {key} {value}\n" for key, value in source.constants)
-    if source.name in WAITING:
-        constants += "#define ALL_AT_ONCE 1\n"
     text = f'#include "standard.h"\n{constants}#include "{source.name}.cu"\nEMULATE({source.name})\n'
     includes = [f"-I{_precompiled()}", f"-I{HERE}", f"-I{compiler.FOLDER}"]
     library = ctypes.CDLL(str(_compiled(text, "c++", "kernel.so", "-shared", *includes)))

@@ -60,15 +60,6 @@ DEVICE int load_fresh32(const int *p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-// Values that programs of one kernel hand to each other: a word holds a value and, above it, the tag of its time.
-DEVICE void store_word(u64 *p, u32 value, u32 tag) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((u64)tag << 32 | value) : "memory");
-}
-DEVICE u64 load_word(const u64 *p) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
 // d += a (16 tokens x 16 k) * b (16 k x 8 weight rows), float32 sums.
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

@@ -17,7 +17,7 @@
 
 KERNEL(WARPS * 32, PROGRAMS)
 experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const float *bias, const u16 *weight,
-             const u16 *shared_weight, u16 *hidden, u16 *tap, const int *num_rows, int *time, float scaling, float softcap,
+             const u16 *shared_weight, u16 *hidden, u16 *tap, const int *num_rows, float scaling, float softcap,
              int tap_stride) {
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING * WARPS * 256;
@@ -72,7 +72,6 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
-    if (time && blockIdx.x == 0 && thread == 0) *time = load_fresh32(time) + 1;
     const int rows = live;
     for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
         copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);

@@ -9,17 +9,11 @@
 #define UNITS (RING / LOADS)
 
 KERNEL(WARPS * 32, PROGRAMS)
-#if ROUTER
-experts_up(const u16 *x, const u16 *norm, const u16 *router, u64 *words, const int *time, const float *bias,
-           const u16 *weight, const u16 *shared_weight, u16 *act, u16 *shared_act, int *expert_ids, const int *num_rows,
-           float eps, float softcap, int x_stride) {
-#else
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
            u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
-#endif
     EXTERN_SHARED(u16, ring);
     u16 *tokens = ring + RING_SIZE;
-    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + (ROUTER ? NORM_FLOATS : 0);
+    float *sums = (float *)(tokens + COLS * STRIDE);
     Routing &routing = *(Routing *)(sums + 2 * SUMS);
     Contest &contest = *(Contest *)(&routing + 1);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -44,34 +38,18 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         copy_bulk(to + 4 * K, from + row_of(unit, 4) * K, 4 * K * 2, arrivals + slot);
     };
     // Ask for the first units from a number on, as far as they are known.
-    auto ask_first = [&](int slot, int end, int least) {
+    auto ask_first = [&](int least) {
 #pragma unroll 1
-        for (; slot < end; slot++) {
+        for (int slot = 0; slot < RING; slot++) {
             const int unit = blockIdx.x + slot * step;
             if (unit >= least && unit < count) ask(slot, unit);
         }
     };
-#if ROUTER
-    // The first programs start with the router's rows, in the last of their early slots.
-    const int own_slots = blockIdx.x < E / 8 ? RING - 1 : RING;
-    auto ask_router = [&](int unit) {
-        expect_bytes(arrivals + RING, UNIT * 2);
-        copy_bulk(ring + (RING - 1) * UNIT, router + (size_t)unit * UNIT, UNIT * 2, arrivals + RING);
-    };
-    if (asks) {
-        for (int slot = 0; slot <= RING; slot++) init_arrival(arrivals + slot);
-        show_arrivals();
-        if (blockIdx.x < E / 8) ask_router(blockIdx.x);
-        ask_first(0, own_slots, 0);
-    }
-#else
-    const int own_slots = RING;
     if (asks) {
         for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
         show_arrivals();
-        ask_first(0, own_slots, 0);
+        ask_first(0);
     }
-#endif
 #else
     u16 *slot = ring + thread * 8;
     const size_t own = warp * PART + 8 * t;
@@ -89,47 +67,9 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     else
 #pragma unroll
         for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
-#if ROUTER
-    uint4 own_scale[OWN_PIECES(K, WARPS)];
-#pragma unroll
-    for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-        if (i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
-#endif
     stamp(ASKED);
     Tokens operands(tokens, live);
     int buffer = 0;
-#if ROUTER
-    auto normalise = [&]() {
-        if (COLS == 1)
-            normalise_row<K, WARPS>(x, own_scale, tokens, norms, eps);
-        else
-            normalise_rows(x, own_scale, tokens, norms, nullptr, live, eps, x_stride);
-        operands.hold();
-    };
-    // Scores of 8 experts, for all programs.
-    auto score = [&](u32 now) {
-        int parity = 0;
-        for (int unit = blockIdx.x; unit < E / 8; unit += step) {
-            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#if BULK
-            wait_for_bytes(arrivals + RING, parity);
-            operands.multiply_unit(even, odd, ring + (RING - 1) * UNIT);
-#else
-            for (int j = 0; j < LOADS; j++)
-                operands.multiply_piece(even, odd, j, *(const uint4 *)(router + (size_t)(unit * 8 + g) * K + own + j * 32));
-#endif
-            leave_sums(sums + buffer * SUMS, even, odd);
-            __syncthreads();
-#if BULK
-            if (asks && unit + step < E / 8) ask_router(unit + step);
-#endif
-            const int token = thread / 8, n = thread % 8;
-            if (token < live)
-                store_word(words + token * E + unit * 8 + n, to_bf16(sum_of(sums + buffer * SUMS + token * 8 + n)), now);
-            buffer ^= 1, parity ^= 1;
-        }
-    };
-#endif
     auto write_ids = [&]() {
         if (blockIdx.x != gridDim.x - 1) return;
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
@@ -152,42 +92,25 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     };
     wait_for_inputs();
     stamp(WAITED);
-#if ROUTER
-    const u32 now = (u32)load_fresh32(time);
-    normalise();
-    score(now);
-    const Words scores = {words, now};
-#else
-    // Not before: the next kernel reads the scores before it waits.
-    let_next_start();
-#endif
     auto copy_tokens = [&]() {
-#if !ROUTER
         for (int i = thread; i < live * (K / 8); i += WARPS * 32)
             copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
-#endif
     };
 #if COLS == 1
     route_one(routing, contest, scores, own_bias[0], live > 0, softcap, copy_tokens);
 #else
     route(routing, scores, own_bias, live, softcap, copy_tokens);
 #endif
-#if ROUTER
-    let_next_start();
-#endif
     count = shared_units + routing.num_slots * (F / 4);
     stamp(ROUTED);
 #if BULK
-#if ROUTER
-    if (asks) ask_first(0, own_slots, shared_units), ask_first(own_slots, RING, 0);
-    write_ids();
-#else
-    if (asks) ask_first(0, RING, shared_units);
+    if (asks) ask_first(shared_units);
+    // Not before: the next kernel reads the scores before it waits, and its weights are wanted after these.
+    let_next_start();
     wait_for_copies();
     write_ids();
     __syncthreads();
     operands.hold();
-#endif
     stamp(PREPARED);
     int slot = 0, parity = 0;
     for (int unit = blockIdx.x; unit < count; unit += step) {
@@ -213,6 +136,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         const int unit = blockIdx.x + (j / LOADS) * step;
         stream(slot + j * WARPS * 256, start_of(unit) + j % LOADS * 32, unit >= shared_units && unit < count);
     }
+    let_next_start();
     write_ids();
     __syncthreads();
     stamp(PREPARED);

@@ -34,7 +34,6 @@ class CudaLayers:
         """
         self._device = device
         self._attends = cuda_attention.has_clusters(device)
-        self._words = products.score_words(device)
 
     def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
         """Say whether no layer's attention needs ``Scratch.partial``."""
@@ -84,7 +83,6 @@ class CudaLayers:
                 eps,
                 launch,
                 tap,
-                self._words,
             )
         else:
             run_experts(mlp, n, scratch, tiles, launch, eps, tap)

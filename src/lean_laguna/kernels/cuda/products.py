@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lean_laguna.kernels.cuda import packed_products
 from lean_laguna.kernels.cuda.compiler import Source
-from lean_laguna.kernels.cuda.driver import Argument, has_bulk_copies, multiprocessors, shared_memory
+from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import fits
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
@@ -38,7 +38,6 @@ LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
 MAX_EXPERTS = 256
-ROUTER = False
 
 
 def _ring(num_loads: int, most: int = 0) -> int:
@@ -151,24 +150,10 @@ def project(
     units, cols = n // (4 if gated else 8), launch.cols
     grid = min(units, _num_programs(weight.device, cols))
     constants, shared = _units(weight, cols, k // 2 if cols == 1 else 64, -(-units // grid))
-    source = Source.of(
-        "project",
-        N=n,
-        GATED=gated,
-        NORMED=normed is not None,
-        **constants,
-    )
-    arguments = (
-        x,
-        norm,
-        _plain(weight),
-        out,
-        normed,
-        num_rows,
-        eps,
-        x.stride(0),
-        out.stride(0),
-    )
+    slots = constants.pop("RING") if constants["BULK"] else 0
+    source = Source.of("project", GATED=gated, **constants)
+    strides = (x.stride(0), out.stride(0))
+    arguments = (x, norm, weight, out, normed, num_rows, eps, *strides, n, slots)
     launch_kernel(source, grid, THREADS, shared, arguments, launch)
 
 
@@ -254,7 +239,6 @@ def run_experts(
     eps: float,
     launch: Launch,
     tap: Tensor | None = None,
-    words: Tensor | None = None,
 ) -> None:
     """Run a mixture of experts with its router and shared expert on the residual stream, in place.
 
@@ -269,30 +253,14 @@ def run_experts(
         eps: Of the RMSNorm.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
-        words: From ``score_words``; plain weights need it.
     """
     experts = mlp.bias.shape[0]
-    if not ROUTER or _has_packed(mlp):
-        project(
-            hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts
-        )
+    project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
     if _has_packed(mlp):
         packed_products.run_experts(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
         return
-    if ROUTER:
-        assert words is not None
-        _run_up(mlp, hidden, words, shared_act, routing, num_rows, eps, launch)
-    else:
-        _run_up(mlp, normed, scores, shared_act, routing, num_rows, eps, launch)
-    read = scores if words is None or not ROUTER else words
-    _run_down(mlp, hidden, read, shared_act, routing, num_rows, launch, tap)
-
-
-def score_words(device: torch.device) -> Tensor:
-    """Return memory in which the programs of a MoE block hand each other scores, with its clock behind."""
-    words = torch.zeros(MAX_ROWS * MAX_EXPERTS + 1, dtype=torch.int64, device=device)
-    words[-1:] = 1  # no time at which a word was written yet
-    return words
+    _run_up(mlp, normed, scores, shared_act, routing, num_rows, launch)
+    _run_down(mlp, hidden, scores, shared_act, routing, num_rows, launch, tap)
 
 
 def _constants(mlp: SparseWeights, launch: Launch) -> dict[str, int]:
@@ -312,41 +280,23 @@ def _constants(mlp: SparseWeights, launch: Launch) -> dict[str, int]:
 
 def _run_up(
     mlp: SparseWeights,
-    x: Tensor,
+    normed: Tensor,
     scores: Tensor,
     shared_act: Tensor,
     routing: Routing,
     num_rows: Tensor,
-    eps: float,
     launch: Launch,
 ) -> None:
     """Route, and write the activations of the chosen experts and of the shared one."""
-    experts = len(mlp.bias)
-    cols, top_k = launch.cols, mlp.top_k
+    experts, cols, top_k = len(mlp.bias), launch.cols, mlp.top_k
     shared_up = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     gate_up, f = _plain(mlp.gate_up), mlp.down.shape[2]
-    rest = routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
-    if ROUTER:
-        rest += 8 + (x.shape[1] // 2 if cols == 1 else 64)
-    constants, shared = _units(gate_up, cols, rest, experts * f // 4)
-    source = Source.of("experts_up", ROUTER=ROUTER, **constants | _constants(mlp, launch))
-    weights = (gate_up, _plain(shared_up))
-    outs = (routing.act, shared_act, routing.expert_ids, num_rows)
-    if ROUTER:
-        router = (mlp.norm, _plain(mlp.router_gate_up), scores, scores[-1:])
-        arguments: tuple[Argument, ...] = (
-            x,
-            *router,
-            mlp.bias,
-            *weights,
-            *outs,
-            float(eps),
-            float(mlp.softcap),
-            x.stride(0),
-        )
-    else:
-        arguments = (x, scores, mlp.bias, *weights, *outs, float(mlp.softcap))
-    launch_kernel(source, _num_programs(x.device, cols), THREADS, shared, arguments, launch)
+    tables = routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
+    constants, shared = _units(gate_up, cols, tables, experts * f // 4)
+    source = Source.of("experts_up", **constants | _constants(mlp, launch))
+    outs = (routing.act, shared_act, routing.expert_ids)
+    arguments = (normed, scores, mlp.bias, gate_up, _plain(shared_up), *outs, num_rows, float(mlp.softcap))
+    launch_kernel(source, _num_programs(normed.device, cols), THREADS, shared, arguments, launch)
 
 
 def _down_bytes(mlp: SparseWeights, cols: int) -> int:
@@ -372,13 +322,11 @@ def _run_down(
     room = (shared_memory(hidden.device) - rest) // (THREADS * 16)
     ring = _ring(2 * f // THREADS, min(DOWN_RING, room))
     programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
-    stride = 4 if ROUTER else 1
-    own = {"N": d, "RING": ring, "PROGRAMS": programs, "SCORE_STRIDE": stride}
+    own = {"N": d, "RING": ring, "PROGRAMS": programs}
     source = Source.of("experts_down", **own, **_constants(mlp, launch))
     shared = rest + ring * THREADS * 16
     activations = (routing.act, shared_act, scores, mlp.bias)
     numbers = (float(mlp.scaling), float(mlp.softcap), 0 if tap is None else tap.stride(0))
-    time = scores[-1:] if ROUTER else None
     weights = (_plain(mlp.down), _plain(mlp.shared_down))
-    arguments = (*activations, *weights, hidden, tap, num_rows, time, *numbers)
+    arguments = (*activations, *weights, hidden, tap, num_rows, *numbers)
     launch_kernel(source, d // 16, THREADS, shared, arguments, launch)

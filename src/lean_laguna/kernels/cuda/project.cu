@@ -1,27 +1,32 @@
 // Normalise and project: out = rmsnorm(x) @ weight^T, or silu(gate) * up of it; weights streamed once.
 //
-// -D: as in units.cuh; N output columns; PROGRAMS a multiprocessor should hold;
-// GATED 1: the weight is [2N, K], gate rows first; NORMED 1: also write the normalised rows.
-// A program takes 8 weight rows at a time.
+// -D: as in units.cuh; PROGRAMS a multiprocessor should hold; GATED 1: the weight is [2N, K], gate rows first.
+// A program takes 8 weight rows at a time. What differs between the products of a layer is an argument, so that they
+// share their code, which is cold otherwise: N output columns, units on their way, and `normed`, which takes the
+// normalised rows where it is there.
 #include "units.cuh"
 
 #define UNITS ((RING) / (LOADS) > 0 ? (RING) / (LOADS) : 1)
 #define OUTPUTS (GATED ? 4 : 8)
 
 // The weight row that lane group g of a unit reads.
-DEVICE size_t row_at(int unit, int g) {
-    if (GATED) return (size_t)(unit * 4 + (g & 3) + (g < 4 ? 0 : N));
+DEVICE size_t row_at(int unit, int g, int n) {
+    if (GATED) return (size_t)(unit * 4 + (g & 3) + (g < 4 ? 0 : n));
     return (size_t)(unit * 8 + g);
 }
 
 KERNEL(WARPS * 32, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows,
-        float eps, int x_stride, int out_stride) {
+        float eps, int x_stride, int out_stride, int n, int slots) {
     EXTERN_SHARED(u16, ring);
+#if BULK
+    u16 *tokens = ring + slots * UNIT;
+#else
     u16 *tokens = ring + RING_SIZE;
+#endif
     float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    const int count = N / OUTPUTS, step = gridDim.x;
+    const int count = n / OUTPUTS, step = gridDim.x;
 
     stamp(STARTED);
 #if BULK
@@ -31,14 +36,15 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     auto ask = [&](int slot, int unit) {
         u16 *to = ring + slot * UNIT;
         expect_bytes(arrivals + slot, UNIT * 2);
-        copy_bulk(to, weight + row_at(unit, 0) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
-        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4) * K, 4 * K * 2, arrivals + slot);
+        copy_bulk(to, weight + row_at(unit, 0, n) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
+        if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4, n) * K, 4 * K * 2, arrivals + slot);
     };
     if (asks) {
-        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
+#pragma unroll 1
+        for (int slot = 0; slot < slots; slot++) init_arrival(arrivals + slot);
         show_arrivals();
 #pragma unroll 1
-        for (int slot = 0; slot < RING; slot++)
+        for (int slot = 0; slot < slots; slot++)
             if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
     }
 #else
@@ -47,7 +53,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
-        stream(slot + j * WARPS * 256, own + row_at(unit, g) * K + j % LOADS * 32, unit < count);
+        stream(slot + j * WARPS * 256, own + row_at(unit, g, n) * K + j % LOADS * 32, unit < count);
     }
 #endif
     uint4 own_scale[OWN_PIECES(K, WARPS)];
@@ -61,21 +67,21 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     auto normalise = [&]() {
         if (COLS == 1) {
             normalise_row<K, WARPS>(x, own_scale, tokens, norms, eps);
-            if (NORMED && live && blockIdx.x == 0)
+            if (normed && live && blockIdx.x == 0)
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            normalise_rows(x, own_scale, tokens, norms, NORMED ? normed : nullptr, live, eps, x_stride);
+            normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
         }
     };
     Tokens operands(tokens, live);
     int buffer = 0;
     auto add_up = [&](int unit) {
-        const int token = thread / OUTPUTS, n = thread % OUTPUTS;
+        const int token = thread / OUTPUTS, own = thread % OUTPUTS;
         if (token < live) {
-            const float *from = sums + buffer * SUMS + token * 8 + n;
+            const float *from = sums + buffer * SUMS + token * 8 + own;
             const float y = sum_of(from), up = GATED ? sum_of(from + 4) : 0.0f;
-            out[(size_t)token * out_stride + unit * OUTPUTS + n] = GATED ? gated(y, up) : to_bf16(y);
+            out[(size_t)token * out_stride + unit * OUTPUTS + own] = GATED ? gated(y, up) : to_bf16(y);
         }
         buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
@@ -97,9 +103,9 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         leave_sums(sums + buffer * SUMS, even, odd);
         // Another unit's sums, and the slot, may be written once this barrier is passed.
         __syncthreads();
-        if (asks && unit + RING * step < count) ask(slot, unit + RING * step);
+        if (asks && unit + slots * step < count) ask(slot, unit + slots * step);
         add_up(unit);
-        if (++slot == RING) slot = 0, parity ^= 1;
+        if (++slot == slots) slot = 0, parity ^= 1;
     }
 #else
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
@@ -114,7 +120,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                 operands.multiply_piece(even, odd, at, *(const uint4 *)(slot + j * WARPS * 256));
                 const int unit = first + (LOADS <= RING ? (j / LOADS + UNITS) * step : turn + 1 < turns ? 0 : step);
                 const int k = LOADS <= RING ? at : turn + 1 < turns ? at + RING : j;
-                stream(slot + j * WARPS * 256, own + row_at(unit, g) * K + k * 32, unit < count);
+                stream(slot + j * WARPS * 256, own + row_at(unit, g, n) * K + k * 32, unit < count);
                 const bool ends = LOADS <= RING ? at == LOADS - 1 : j == RING - 1 && turn == turns - 1;
                 const int done = first + (LOADS <= RING ? (j / LOADS) * step : 0);
                 if (ends && done < count) {

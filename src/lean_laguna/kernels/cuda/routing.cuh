@@ -2,14 +2,10 @@
 //
 // -D: E experts (at most 256, a multiple of 32, and at most a block's threads); A experts a token; COLS tokens; SOFTCAP,
 // NORM_TOPK.
-// Scores are read as they lie in memory, SCORE_STRIDE apart, or awaited as words that other programs write.
 // Sigmoid, bias for the choice only, weights divided by their sum and rounded; ties go to the lower id.
 #pragma once
 #include "common.cuh"
 
-#ifndef SCORE_STRIDE
-#define SCORE_STRIDE 1
-#endif
 #define SLOTS (COLS * A < E ? COLS * A : E)
 #define NOT_CHOSEN 255
 #define LOWEST ((int)0x80000000)
@@ -28,27 +24,8 @@ struct alignas(16) Routing {
 // COUNT scores from `first` on, 32 apart.
 template <int COUNT> DEVICE void load_scores(const u16 *scores, int first, float (&to)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) to[i] = from_bf16(load_fresh16(scores + (first + i * 32) * SCORE_STRIDE));
+    for (int i = 0; i < COUNT; i++) to[i] = from_bf16(load_fresh16(scores + first + i * 32));
 }
-struct Words {
-    const u64 *at;
-    u32 tag;
-};
-template <int COUNT> DEVICE void load_scores(const Words &words, int first, float (&to)[COUNT]) {
-    bool all_there = false;
-    while (!all_there) {
-        u64 found[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) found[i] = load_word(words.at + first + i * 32);
-        all_there = true;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            all_there &= (u32)(found[i] >> 32) == words.tag;
-            to[i] = from_bf16((u16)found[i]);
-        }
-    }
-}
-
 DEVICE int ordered(float x) {
     int bits = __float_as_int(x);
     return bits < 0 ? bits ^ 0x7fffffff : bits;
@@ -76,8 +53,8 @@ struct alignas(16) Contest {
 // Fill `r` for one token (A at most 32): an expert a thread, whose place among its warp's 32 and then among all warps'
 // best is counted. Called by all threads; a warp may use `r` after it without a barrier, since every warp writes the
 // same. `meanwhile` asks for what need not come first.
-template <class Scores, class Meanwhile>
-DEVICE void route_one(Routing &r, Contest &c, Scores scores, float bias, bool is_live, float softcap, Meanwhile meanwhile) {
+template <class Meanwhile>
+DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, bool is_live, float softcap, Meanwhile meanwhile) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, winners = E / 32 * A;
     float score[1] = {0.0f};
     if (thread < E && is_live) load_scores(scores, thread, score);
@@ -147,8 +124,8 @@ template <int COUNT> DEVICE Best best_of(const int (&keys)[COUNT], const float (
 
 // Fill `r` for `live` tokens; called by all threads, ends with a barrier.
 // `bias` is this lane's: of experts lane, lane + 32 and so on. `meanwhile` asks for what need not come first.
-template <class Scores, class Meanwhile>
-DEVICE void route(Routing &r, Scores scores, const float (&bias)[E / 32], int live, float softcap, Meanwhile meanwhile) {
+template <class Meanwhile>
+DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], int live, float softcap, Meanwhile meanwhile) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, warps = blockDim.x >> 5;
     float gates[E / 32];
     if (warp < live) load_scores(scores, warp * E + lane, gates);
@@ -217,11 +194,9 @@ DEVICE void route(Routing &r, Scores scores, const float (&bias)[E / 32], int li
 }
 
 // Where nothing else is to be asked for.
-template <class Scores>
-DEVICE void route_one(Routing &r, Contest &c, Scores scores, float bias, bool is_live, float softcap) {
+DEVICE void route_one(Routing &r, Contest &c, const u16 *scores, float bias, bool is_live, float softcap) {
     route_one(r, c, scores, bias, is_live, softcap, [] {});
 }
-template <class Scores>
-DEVICE void route(Routing &r, Scores scores, const float (&bias)[E / 32], int live, float softcap) {
+DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], int live, float softcap) {
     route(r, scores, bias, live, softcap, [] {});
 }

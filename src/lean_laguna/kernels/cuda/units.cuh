@@ -10,7 +10,7 @@
 #define LOADS (PART / 32)
 #define STRIDE (K + 8)
 #define UNIT (8 * K)
-#define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)
+#define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)  // elements
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
 // Floats set aside for the norm: a lone row's squares, or the rows' inverses.

@@ -110,10 +110,8 @@ class Mixture:
         scores, normed = poisoned(MAX_ROWS, self.experts), poisoned(MAX_ROWS, hidden.shape[1])
         shared_act = poisoned(MAX_ROWS, self.width)
         n = torch.tensor([live], dtype=torch.int32, device=self.device)
-        self.words = getattr(self, "words", None)
-        self.words = products.score_words(self.device) if self.words is None else self.words
         buffers = (scores, normed, shared_act, routing)
-        products.run_experts(self.mlp, hidden, *buffers, n, EPS, Launch(cols), tap, self.words)
+        products.run_experts(self.mlp, hidden, *buffers, n, EPS, Launch(cols), tap)
         return routing.expert_ids
 
     def expected(self, hidden):
