@@ -6,7 +6,6 @@ neighbours, on how many are computed at once, or on what a cached prefix spared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -26,7 +25,10 @@ from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
 from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, PrefillStep
-from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch, block_rows, shape_rows
+from lean_laguna.kernels.triton.prefill_scratch import MIN_ROWS, PrefillScratch, block_rows, shape_rows
+
+Span = tuple[int, float]
+"""First positions of chunks, from and up to."""
 
 
 class Prompts(Protocol):
@@ -116,7 +118,7 @@ class ChunkPrompts:
             tap_layers=programs.tap_layers,
             tapped=None if drafter is None else self._fold,
         )
-        self._graphs: dict[int, Program] = {}
+        self._graphs: dict[tuple[int, Span], Program] = {}
         self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
         self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
         self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
@@ -125,25 +127,26 @@ class ChunkPrompts:
         """See ``Prompts.dry_runs``: the shapes that differ, and positions with keys before the chunk."""
         most, block = self._step.scratch.rows, self._block
         last = self._tables[0].shape[0] * self._programs.pools.kv_block_size
-        runs = [(0, num) for num in dict.fromkeys((1, block, -(-most // 2), most))]
+        runs = [(first, rows) for rows, _, first in self._shapes()]
+        runs += [(0, num) for num in dict.fromkeys((-(-most // 2), most)) if num > block]
         runs += [(first, block) for first in (LIBRARY_FROM, MAX_ORDERED_KEYS) if first + block <= last]
         return [partial(self._launch, first, num) for first, num in runs]
 
+    def _shapes(self) -> list[tuple[int, Span, int]]:
+        """Return the launches that chunks of one block have: rows, where from and up to, and a position."""
+        rows = dict.fromkeys(block_rows(num, self._block) for num in range(1, self._block + 1, MIN_ROWS))
+        return [(num, span[:2], span[2]) for num in rows for span in self._step.spans(num)]
+
     def capture(self) -> None:
-        """Capture the launches of prompts of one block, in each shape that they are padded to."""
+        """Capture the launches of prompts of one block."""
         if self._programs.graph_pool is None:
             return
         self._step.scratch.note(0, 0)
-        rows = block_rows(1, self._block)
-        while True:
-            first = self._step.same_up_to(rows)
-            body = partial(self._launch, 0 if first == math.inf else int(first), rows)
-            self._graphs[rows] = Program(body, self._programs.graph_pool)
+        for rows, span, first in self._shapes():
+            program = Program(partial(self._launch, first, rows), self._programs.graph_pool)
+            self._graphs[rows, span] = program
             for _ in range(2):
-                self._graphs[rows]()
-            if rows >= self._block:
-                return
-            rows = block_rows(rows + 1, self._block)
+                program()
 
     def note_pages(self, sequence: SequenceState, *, is_first: bool) -> None:
         """Take the pages of a chunk; see ``Prompts.note_pages``.
@@ -168,12 +171,16 @@ class ChunkPrompts:
         ids = pinned_copy(np.array(token_ids, dtype=np.int32), programs.device)
         step.scratch.input_ids[: len(ids)].copy_(ids, non_blocking=True)
         step.scratch.note(first, len(ids))
-        rows = shape_rows(len(ids), self._block)
-        if rows in self._graphs and first <= step.same_up_to(rows):
-            self._graphs[rows]()
-        else:
-            self._launch(first, len(ids))
+        self._find(first, len(ids))()
         return step.found(len(ids), all_rows=wants_all)
+
+    def _find(self, first: int, num_tokens: int) -> Callable[[], object]:
+        """Return what launches a chunk: a graph, where one was captured."""
+        rows = shape_rows(num_tokens, self._block)
+        for (num, (start, end)), program in self._graphs.items():
+            if num == rows and start <= first <= end:
+                return program
+        return partial(self._launch, first, num_tokens)
 
     def _launch(self, first: int, num_tokens: int) -> None:
         tables = tuple(self._table_of[id(table)] for table in self._programs.caches.tables)

@@ -5,7 +5,7 @@ by its number of rows, the library's products, takes a block at a time; attentio
 as the block before it left it; and the experts, which take all rows of a chunk because their weights are read
 once for them, sum every row in one order. So a token's bits depend on the tokens of its block and on those
 before it, and on nothing else: not on how long chunks are, not on neighbours, nor on what a cached prefix has
-spared. Nor do its launches follow from where a chunk lies, as long as ``same_up_to`` says so: positions and
+spared. Nor do its launches follow from where a chunk lies, as long as ``spans`` says so: positions and
 lengths are read on the device, so they can be captured.
 
 Attention and the experts are in ``prefill_attention`` and ``prefill_experts``; rows are rounded where the
@@ -39,6 +39,8 @@ from lean_laguna.kernels.triton.weights import DenseWeights, LayerWeights, Spars
 
 LIBRARY_FROM = 4096
 """The library takes keys in multiples of so many: few shapes, each of which takes it time at first."""
+FAR = 4096
+"""From here on keys are laid in order for short blocks too, in layers without a window."""
 PART_ROWS = 2048
 """Rows of a short block times the programs that share the keys before it."""
 
@@ -134,23 +136,36 @@ class PrefillStep:
         normed = self.scratch.normed
         return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
 
-    def same_up_to(self, rows: int) -> float:
-        """Return up to which first position the launches of a chunk of one block are the same ones.
+    def spans(self, rows: int) -> list[tuple[int, float, int]]:
+        """Return where the launches of a chunk of one block are the same ones.
 
         Args:
             rows: The block's padded shape.
+
+        Returns:
+            First positions from, and up to, and the one to launch with in between.
         """
-        if self._is_short(rows):
-            return math.inf
-        ordered = self.scratch.keys[0].shape[0] - ORDERED_SLACK
-        return max(0, min(self.library_from or LIBRARY_FROM, ordered) - rows)
+        most = self.scratch.keys[0].shape[0] - ORDERED_SLACK - rows
+        if not self._is_short(rows):
+            last = max(0, min(most, (self.library_from or LIBRARY_FROM) - rows))
+            return [(0, last, last)]
+        last = self.weights.layers[0].rotary[0].shape[0]
+        spans: list[tuple[int, float, int]] = [
+            (0, FAR - 1, 0),
+            (FAR, most, most),
+            (max(FAR, most + 1), math.inf, last),
+        ]
+        return [span for span in spans if span[0] <= min(span[1], last)]
 
     def _is_short(self, rows: int) -> bool:
-        """Say whether a block's attention takes keys from their pages: what lays them in order costs more.
-
-        So it is for a last block however long the prompt, and for no other.
-        """
+        """Say whether a block is of fewer rows than others: so is a prompt's last one, and no other."""
         return rows < self.scratch.block
+
+    def _orders(self, shape: AttentionShape, rows: int, first: int) -> bool:
+        """Say whether a block's attention takes keys laid in order, which costs more where there are few."""
+        if first + rows > self.scratch.keys[0].shape[0] - ORDERED_SLACK and not shape.window:
+            return False
+        return not self._is_short(rows) or (not shape.window and first >= FAR)
 
     def context_buffers(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return buffers for the context of the chunk last run, [C, D], [C, D] and [C, width].
@@ -170,7 +185,7 @@ class PrefillStep:
 
         Args:
             input_ids: As for ``run``.
-            first: The chunk's first position; of a chunk of one block any other up to ``same_up_to``, too.
+            first: The chunk's first position; of a chunk of one block what ``spans`` says.
             num_tokens: Tokens, or any number that is padded to as many rows.
             tables: As for ``run``.
         """
@@ -209,13 +224,12 @@ class PrefillStep:
         ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         tile = self._tiles.attention(shape)
         keys, past, past_keys, end = cache, None, 0, chunk_first + block.at + block.rows
-        fits = shape.window > 0 or end <= scratch.keys[0].shape[0] - ORDERED_SLACK
-        is_ordered = fits and not self._is_short(block.rows)
+        is_ordered = self._orders(shape, block.rows, chunk_first + block.at)
         if is_ordered:
             keys, is_after = scratch.keys, block.at > 0 and not shape.window
             num_keys = min(end, block.rows + shape.window + tile.keys) if shape.window or is_after else end
             order_keys(cache, table, keys, shape, first, n, num_keys, tile, is_after=is_after)
-            past_keys = 0 if shape.window else self._library_keys(chunk_first + block.at, tile)
+            past_keys = 0 if shape.window else self._library_keys(chunk_first + block.at, block.rows, tile)
             if past_keys:
                 past = attend_before(qkv, keys, shape, past_keys)
         own = (qkv, heads, keys, table, shape, first, n, tile)
@@ -236,9 +250,9 @@ class PrefillStep:
         plain = decode_linear(weight, self.scratch.decoded) if isinstance(weight, Packed) else weight
         torch.mm(x, plain.t(), out=out)
 
-    def _library_keys(self, first: int, tile: AttentionTile) -> int:
+    def _library_keys(self, first: int, rows: int, tile: AttentionTile) -> int:
         """Return how many of the keys before a block from position ``first`` on the library takes."""
-        if self.library_from is None or self.library_from % tile.keys:
+        if self.library_from is None or self.library_from % tile.keys or self._is_short(rows):
             return 0
         return first // self.library_from * self.library_from
 

@@ -147,8 +147,11 @@ def _order_kernel(
     if AFTER:
         lowest = first // KEYS * KEYS
     position = lowest // KEYS * KEYS + row
+    end = first + tl.load(num_tokens_ptr)
+    if lowest // KEYS * KEYS + tl.program_id(0) * ROWS >= tl.cdiv(end, KEYS) * KEYS:
+        return
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = (position >= lowest) & (position < first + tl.load(num_tokens_ptr))
+    real = (position >= lowest) & (position < end)
     page = tl.load(table_ptr + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
     source = (page * KV_BLOCK + position % KV_BLOCK)[:, None] * SIZE + i[None, :]
     # Later blocks of a chunk fill up what those before have left.
@@ -186,8 +189,7 @@ def order_keys(
         shape: Of this layer.
         first: [1] int32, position of the chunk's first token.
         num_tokens: [1] int32, tokens of the chunk.
-        num_keys: At least the keys seen and the rows padded with; rows are written up to a multiple of
-            ``tile.keys`` beyond them, what holds no key with zeros.
+        num_keys: Keys seen at least; those there are fill whole blocks of ``tile.keys``, with zeros behind.
         tile: Of the attention that follows.
         is_after: In a layer without a window: those before the chunk are there already; ``num_keys`` counts
             the rest.

@@ -204,5 +204,5 @@ def sort_by_expert(
         ROWS=ROUTE_ROWS,
         TILE=tile.rows,
         MAX_TILES=sort.tiles.shape[1],
-        num_warps=8,
+        num_warps=4,
     )

@@ -1,7 +1,6 @@
 """Prefill equals the plain model chunk by chunk, decode goes on from it, and a chunk's bits are its own."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from tests.support.targets import PagedRun, laguna_json, random_ids, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.kernels.triton import prefill_scratch
+from lean_laguna.kernels.triton import prefill, prefill_scratch
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.prefill import PrefillStep
@@ -216,18 +215,19 @@ def test_a_chunks_bits_depend_on_nothing_but_its_tokens_and_keys(half, device, a
             assert_same_bits(mine[which][start:], theirs[which][start:])
 
 
-def test_launches_of_a_block_are_the_same_wherever_it_lies(half, device, assert_same_bits):
+@pytest.mark.parametrize("far", [4096, 20])
+def test_launches_of_a_block_are_the_same_wherever_it_lies(half, device, assert_same_bits, monkeypatch, far):
+    monkeypatch.setattr(prefill, "FAR", far)
     scene = Scene(half, device)
     expected, step = scene.step(), scene.step(seed=4)
     hidden = scene.feed(expected)[0]
-    assert step.same_up_to(CHUNK // 2) == math.inf
-    assert CHUNK <= step.same_up_to(CHUNK) < 4096
     tables = tuple(table[1] for table in step.caches.tables)
     for at in range(0, LENGTH, CHUNK):
         n, rows = min(CHUNK, LENGTH - at), CHUNK if at + CHUNK <= LENGTH else CHUNK // 2
         step.scratch.input_ids[:n] = scene.ids[at : at + n].to(device)
         step.scratch.note(at, n)
-        step.launch(step.scratch.input_ids, int(min(step.same_up_to(rows), 999)), rows, tables)
+        (span,) = [s for s in step.spans(rows) if s[0] <= at <= s[1]]
+        step.launch(step.scratch.input_ids, span[2], rows, tables)
         assert_same_bits(step.found(n, all_rows=True), hidden[at : at + n])
 
 

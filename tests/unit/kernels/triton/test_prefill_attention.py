@@ -121,7 +121,8 @@ def test_later_keys_are_ordered_behind_those_before(draw, device, poisoned, coun
     for found, pages in zip(ordered, cache, strict=True):
         assert found[:32].isnan().all()
         assert torch.equal(found[32:43], pages[table[at // PAGE].long(), at % PAGE])
-        assert not found[43:64].any()
+        assert not found[43:48].any()
+        assert found[48:].isnan().all()
 
 
 @pytest.mark.parametrize(("shape", "first", "n"), [(FULL, 9, 7), (SLIDING, 48, 19)])
