@@ -7,6 +7,7 @@ were chosen from.
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +145,25 @@ def test_options_of_the_host_are_lossless_too(capsys):
     request = (PROMPTS[1], params(1, 3, top_p=0.9, repetition_penalty=1.2, min_tokens=2))
     assert Run(toy_engine(3), request).finish() == Run(toy_engine(), request).finish()
     assert "top_p: chosen on the host" in capsys.readouterr().err
+
+
+def test_a_constraint_that_sleeps_may_wake_up_and_take_a_request_to_the_host():
+    engine = toy_engine()
+    sequence = engine.add_request(PROMPTS[0], params(0)).sequences[0]
+    constraint = SimpleNamespace(is_active=False)
+    sequence.sampling.constraints = (constraint,)
+    assert not engine._stays_on_host(sequence)
+    constraint.is_active = True
+    assert engine._stays_on_host(sequence)
+
+
+def test_a_block_of_another_step_is_no_step_s_answer():
+    engine = toy_engine()
+    engine.add_request(PROMPTS[0], params(0))
+    engine.step()
+    engine.programs.said.turn += 1
+    with pytest.raises(RuntimeError, match="step 1 left the block of step 0"):
+        run_all(engine)
 
 
 def test_synthetic_acceptance_has_the_rates_it_was_given():

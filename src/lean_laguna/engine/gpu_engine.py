@@ -224,10 +224,11 @@ class GpuEngine(LLMEngine):
 
     def _stays_on_host(self, sequence: SequenceState) -> bool:
         if sequence in self._on_device:
-            return False  # what it takes to leave the host does not come to an end again
+            return False
         reasons = needs_host(sequence)
         if not reasons:
-            self._on_device.add(sequence)
+            if not sequence.sampling.constraints:  # which may wake up; all else stays as it is
+                self._on_device.add(sequence)
             return False
         told = ", ".join(reasons)
         if told not in self._told:

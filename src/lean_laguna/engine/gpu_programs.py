@@ -135,7 +135,7 @@ class StepPrograms:
         }
         self._pool = pool
         self._keeps_logits = False
-        self._left = (-1, self.state)
+        self._left = (0, self.state)
 
     @property
     def graph_pool(self) -> Any:

@@ -26,7 +26,7 @@ RING = 64
 
 NUM_STAMPS = 4
 STARTED, VERIFIED, ENDED, TURN = range(NUM_STAMPS)
-"""Nanoseconds at which a step started, had verified and ended; and which step it was, counted from 0."""
+"""Nanoseconds at which a step started, had verified and ended; and which step it was, counted from 1."""
 
 # Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes. Stamps before all.
 _FIELDS: tuple[tuple[str, int, str], ...] = (
@@ -104,11 +104,11 @@ class Said:
 
     Attributes:
         words: [n, NUM_WORDS] int32 in the host's memory, written by the device.
-        turn: [1] int32 on the device: which step is next.
+        turn: [1] int32 on the device: steps so far.
     """
 
     def __init__(self, device: torch.device, num_blocks: int):
-        """Start with step 0.
+        """Start with step 1.
 
         Args:
             device: That runs the steps.
@@ -121,15 +121,15 @@ class Said:
         self._num_launched = 0
 
     def restart(self) -> None:
-        """Count from 0 again, whatever was launched; nothing is under way."""
+        """Count from 1 again, whatever was launched; nothing is under way."""
         self._num_launched = 0
         self.turn.zero_()
 
     def next(self) -> tuple[int, Block]:
         """Return the number of the step launched now, and the block that it will leave."""
-        turn = self._num_launched
+        block = self._blocks[self._num_launched % len(self._blocks)]
         self._num_launched += 1
-        return turn, self._blocks[turn % len(self._blocks)]
+        return self._num_launched, block
 
 
 def pinned_copy(values: NDArray[np.int32], device: torch.device) -> Tensor:

@@ -37,10 +37,11 @@ def test_arrays_write_through_to_the_words():
 def test_steps_leave_their_blocks_in_turn():
     said = Said(torch.device("cpu"), 3)
     turns = [said.next() for _ in range(4)]
-    assert [turn for turn, _ in turns] == [0, 1, 2, 3]
+    assert [turn for turn, _ in turns] == [1, 2, 3, 4]
     said.words[1, -1] = 7
     assert turns[1][1].arrays["ring"][-1, -1] == 7
     assert turns[0][1] is turns[3][1] is not turns[1][1]
     said.turn += 5
     said.restart()
-    assert said.next()[0] == said.turn.item() == 0
+    assert said.next() == (1, turns[0][1])
+    assert said.turn.item() == 0

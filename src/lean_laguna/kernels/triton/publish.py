@@ -39,7 +39,7 @@ def _publish_kernel(
     stamps = to.to(tl.pointer_type(tl.int64))
     if CLOCK:
         tl.store(stamps + 2, tl.extra.cuda.globaltimer())
-    tl.store(stamps + 3, turn.to(tl.int64))
+    tl.store(stamps + 3, turn.to(tl.int64) + 1)
     tl.store(turn_ptr, turn + 1)
 
 
@@ -49,7 +49,7 @@ def publish(words: Tensor, said: Tensor, turn: Tensor, launch: Launch) -> None:
     Args:
         words: [N] int32, N even; the first ``NUM_STAMP_WORDS`` are stamps.
         said: [n, N] int32, written: row ``turn`` % n. On a GPU in pinned memory of the host.
-        turn: [1] int32 number of the step; one more afterwards.
+        turn: [1] int32 steps before this one; one more afterwards, which is the step's number.
         launch: What the launches of a step share.
     """
     num_blocks, num_words = said.shape

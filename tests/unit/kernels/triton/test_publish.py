@@ -24,7 +24,7 @@ def test_blocks_are_left_in_turn_and_numbered(device):
         at = step % NUM_BLOCKS
         assert said[at, NUM_STAMP_WORDS:].tolist() == words[NUM_STAMP_WORDS:].tolist()
         assert stamps[at, :2].tolist() == words[:4].view(torch.int64).tolist()
-        assert stamps[at, 3] == step
+        assert stamps[at, 3] == step + 1
         assert not words.is_cuda or stamps[at, 2] > 0
     assert said[1, -1] == 1, "the blocks between stay"
     assert turn.item() == NUM_BLOCKS + 1
