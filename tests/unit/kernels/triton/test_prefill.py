@@ -1,6 +1,7 @@
 """Prefill equals the plain model chunk by chunk, decode goes on from it, and a chunk's bits are its own."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -229,6 +230,19 @@ def test_launches_of_a_block_are_the_same_wherever_it_lies(half, device, assert_
         (span,) = [s for s in step.spans(rows) if s[0] <= at <= s[1]]
         step.launch(step.scratch.input_ids, span[2], rows, tables)
         assert_same_bits(step.found(n, all_rows=True), hidden[at : at + n])
+
+
+def test_every_position_of_a_short_block_has_its_launches(half, device, monkeypatch):
+    monkeypatch.setattr(prefill, "FAR", 20)
+    step = Scene(half, device).step()
+    room, most = step.scratch.keys[0].shape[0] - prefill.ORDERED_SLACK, 256  # rows of the rotary tables
+    assert step.spans(CHUNK) == [(0, room - CHUNK, room - CHUNK)]
+    rows = CHUNK // 2
+    spans = step.spans(rows)
+    assert [span[:2] for span in spans] == [(0, 19), (20, room - rows), (room - rows + 1, math.inf)]
+    assert [span[2] for span in spans] == [0, room - rows, most]
+    monkeypatch.setattr(prefill, "FAR", 4096)
+    assert step.spans(rows) == [(0, 4095, 0)]
 
 
 def test_the_last_row_is_what_is_asked_for(half, device, assert_same_bits):
