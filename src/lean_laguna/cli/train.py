@@ -179,6 +179,7 @@ def _drafter(args: argparse.Namespace, started: float, terminal: Terminal) -> di
 
 
 def _responses(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
+    from lean_laguna.cli.training_progress import TrainingProgress
     from lean_laguna.models.catalog import resolve_model
     from lean_laguna.train.document_stages import run_responses
     from lean_laguna.train.responses import ResponseOptions
@@ -186,16 +187,18 @@ def _responses(args: argparse.Namespace, started: float, terminal: Terminal) -> 
     names = ("temperature", "max_tokens", "seed")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     thinking = None if args.thinking is None else args.thinking == "on"
-    return run_responses(
-        args.prompts,
-        resolve_model(args.target),
-        args.out,
-        ResponseOptions(thinking=thinking, **chosen),
-        device=args.device or "auto",
-        drafter=args.drafter,
-        is_given=bool(args.given),
-        report=terminal.note,
-    )
+    with TrainingProgress(terminal) as progress:
+        return run_responses(
+            args.prompts,
+            resolve_model(args.target),
+            args.out,
+            ResponseOptions(thinking=thinking, **chosen),
+            device=args.device or "auto",
+            drafter=args.drafter,
+            is_given=bool(args.given),
+            report=terminal.note,
+            echo=progress.show,
+        )
 
 
 def _evaluate(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:

@@ -32,19 +32,26 @@ class TrainingProgress:
         self._stack.close()
 
     def show(self, kind: str, values: dict[str, Any]) -> None:
-        """Show one event: steps move the bar, the rest are lines."""
-        if kind != "step":
+        """Show one event: steps and answers move the bar, the rest are lines."""
+        if kind not in ("step", "answers"):
             self._terminal.note(plain_line(kind, values))
-        elif self._bar is not None:
+        elif self._bar is not None and kind == "step":
             self._bar(round(values["progress"] * WHOLE), WHOLE, _what(values))
+        elif self._bar is not None:
+            self._bar(values["answered"], values["of"], f"{values['tok_per_s']:,} tokens/s{_left(values)}")
         elif time.monotonic() - self._last_line >= PIPE_SECONDS:
             self._last_line = time.monotonic()
             self._terminal.note(plain_line(kind, values))
 
 
 def _what(values: dict[str, Any]) -> str:
-    minutes, seconds = divmod(int(values["eta_s"]), 60)
     return (
-        f"step {values['step']:,}, loss {values['loss']:.3f}, {values['tok_per_s']:,} tokens/s, "
-        f"{minutes}:{seconds:02} left"
+        f"step {values['step']:,}, loss {values['loss']:.3f}, {values['tok_per_s']:,} tokens/s{_left(values)}"
     )
+
+
+def _left(values: dict[str, Any]) -> str:
+    if "eta_s" not in values:
+        return ""
+    minutes, seconds = divmod(int(values["eta_s"]), 60)
+    return f", {minutes}:{seconds:02} left"

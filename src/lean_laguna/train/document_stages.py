@@ -28,6 +28,7 @@ from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
 from lean_laguna.train.drafter_start import check_start
 from lean_laguna.train.features import open_cache
 from lean_laguna.train.given_answers import write_given
+from lean_laguna.train.loop import Echo
 from lean_laguna.train.processes import join
 from lean_laguna.train.recipe import DrafterRecipe, load_recipe
 from lean_laguna.train.responses import ResponseOptions, write_responses
@@ -46,6 +47,7 @@ def run_responses(
     drafter: str | None,
     is_given: bool,
     report: Callable[[str], None],
+    echo: Echo = lambda kind, values: None,
 ) -> dict[str, float]:
     """Have the target answer prompts, or take the answers that the file gives.
 
@@ -58,6 +60,7 @@ def run_responses(
         drafter: A drafter to make it faster; the answers are the same.
         is_given: Take the file's own answers instead: off the target's distribution, and said so.
         report: Receives lines.
+        echo: Receives how far the answers are.
     """
     conversations = read_conversations(prompts)
     if is_given:
@@ -69,7 +72,7 @@ def run_responses(
             str(target_folder), speculative_config={"model": drafter} if drafter else None, device=device
         )
         counts = write_responses(
-            llm, conversations, prompts, out, options, target_folder=target_folder, report=report
+            llm, conversations, prompts, out, options, target_folder=target_folder, report=report, echo=echo
         )
     return {name: float(count) for name, count in counts.items()}
 

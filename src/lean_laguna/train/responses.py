@@ -7,6 +7,7 @@ killed run goes on after the last whole line. The tokens are the engine's own, n
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 from lean_laguna.train.conversations import Conversation
+from lean_laguna.train.loop import Echo
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def write_responses(
     *,
     target_folder: Path,
     report: Callable[[str], None] = lambda line: None,
+    echo: Echo = lambda kind, values: None,
 ) -> dict[str, int]:
     """Have every conversation's question answered, and write the documents as they come.
 
@@ -62,7 +65,9 @@ def write_responses(
         out: JSONL file of documents; beside it ``OUT.meta.json`` says how they were made.
         options: How the target answers.
         target_folder: The target's checkpoint.
-        report: Receives a line a batch.
+        report: Receives lines.
+        echo: Receives ``answers`` events, one with each answer and otherwise one a second: how many there
+            are, of how many, tokens a second, and the seconds left.
 
     Returns:
         Counts of documents, of those that were there before, and of questions left out since the context has
@@ -80,6 +85,7 @@ def write_responses(
     }
     done = _begun(out, meta)
     waiting = [(i, c) for i, c in enumerate(conversations) if c.id not in done]
+    pace = _Pace(len(done), len(conversations), echo)
     num_left_out = 0
     with out.open("a", encoding="utf-8") as file:
         for start in range(0, len(waiting), options.batch):
@@ -87,7 +93,9 @@ def write_responses(
             asked = [(c, *found) for i, c in batch if (found := _request(llm, c, i, options))]
             num_left_out += len(batch) - len(asked)
             outputs = llm.generate(
-                [{"prompt_token_ids": ids} for _, ids, _ in asked], [p for _, _, p in asked]
+                [{"prompt_token_ids": ids} for _, ids, _ in asked],
+                [p for _, _, p in asked],
+                on_progress=pace.watch,
             )
             for (conversation, ids, _), output in zip(asked, outputs, strict=True):
                 answer = output.outputs[0]
@@ -102,11 +110,42 @@ def write_responses(
                 }
                 file.write(json.dumps(document) + "\n")
             file.flush()
-            report(f"{len(done) + start + len(batch) - num_left_out:,} of {len(conversations):,} answered")
+            pace.end_batch(len(asked), sum(len(o.outputs[0].token_ids) for o in outputs), len(batch))
     if num_left_out:
         limit = llm.engine.max_model_len
         report(f"{num_left_out:,} left out: their questions do not fit the context of {limit:,} tokens")
     return {"documents": len(conversations) - num_left_out, "resumed": len(done), "left_out": num_left_out}
+
+
+class _Pace:
+    """Tells how far the answers are, with each that is whole and otherwise once a second."""
+
+    def __init__(self, num_before: int, num_all: int, echo: Echo):
+        self._num_before, self._num_left, self._echo = num_before, num_all - num_before, echo
+        self._num_answers = self._num_tokens = 0  # of the batches that are done
+        self._began = time.monotonic()
+        self._told = (0, self._began)
+
+    def watch(self, num_finished: int, _: int, num_tokens: int) -> None:
+        """Take the state of a batch; see ``LLM.generate``."""
+        answers, now = self._num_answers + num_finished, time.monotonic()
+        if answers == self._told[0] and now - self._told[1] < 1.0:
+            return
+        self._told = (answers, now)
+        seconds = max(1e-9, now - self._began)
+        left = self._num_left - num_finished
+        values = {
+            "answered": self._num_before + answers,
+            "of": self._num_before + self._num_answers + self._num_left,
+            "tok_per_s": round((self._num_tokens + num_tokens) / seconds),
+        }
+        self._echo("answers", values | ({"eta_s": round(seconds * left / answers)} if answers else {}))
+
+    def end_batch(self, num_asked: int, num_tokens: int, size: int) -> None:
+        """Count a batch whose every answer is whole; those not asked had no room."""
+        self._num_answers += num_asked
+        self._num_tokens += num_tokens
+        self._num_left -= size
 
 
 def _request(

@@ -26,6 +26,22 @@ def test_a_pipe_gets_plain_lines_and_not_too_many(capsys):
     assert lines[1] == "val       step=25 val_top1=0.5"
 
 
+def test_answers_move_the_bar_or_are_lines_now_and_then(capsys):
+    event = {"answered": 3, "of": 12, "tok_per_s": 1500}
+    with TrainingProgress(Terminal()) as progress:
+        for _ in range(3):
+            progress.show("answers", event)
+    assert capsys.readouterr().err.splitlines() == ["answers   answered=3 of=12 tok_per_s=1500"]
+    terminal = Terminal(color="always")
+    terminal.err.file = screen = io.StringIO()
+    with TrainingProgress(terminal) as progress:
+        progress.show("answers", event)
+        progress.show("answers", event | {"eta_s": 75})
+        progress.show("final", {})
+    assert "3/12" in screen.getvalue()
+    assert "1,500 tokens/s, 1:15 left" in screen.getvalue()
+
+
 def test_a_terminal_gets_a_bar_with_the_time_left():
     terminal = Terminal(color="always")
     terminal.err.file = screen = io.StringIO()

@@ -172,20 +172,35 @@ def test_an_answer_ends_with_the_context_and_a_question_that_fills_it_is_left_ou
     rows = [{"id": "short", "prompt": "Do it"}, {"id": "long", "prompt": "Do it " * context}]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said, out = [], tmp_path / "answers.jsonl"
+    said, told, out = [], [], tmp_path / "answers.jsonl"
     options = dataclasses.replace(OPTIONS, max_tokens=10 * context)
     counts = run_responses(
         prompts, folder / "target", out, options,
         device="cpu", drafter=None, is_given=False, report=said.append,
+        echo=lambda kind, values: told.append((values["answered"], values["of"])),
     )  # fmt: skip
+    assert told[-1] == (1, 2)
     assert counts == {"documents": 1, "resumed": 0, "left_out": 1}
     (document,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert document["id"] == "short"
     assert len(document["input_ids"]) == context or document["finish_reason"] == "stop"
-    assert said == [
-        "1 of 2 answered",
-        f"1 left out: their questions do not fit the context of {context} tokens",
-    ]
+    assert said == [f"1 left out: their questions do not fit the context of {context} tokens"]
+
+
+def test_answers_are_told_as_they_come_and_not_by_the_batch(folder, tmp_path):
+    told, out = [], tmp_path / "answers.jsonl"
+    begun = (folder / "answers.jsonl").read_text().splitlines(keepends=True)[:3]
+    out.write_text("".join(begun))
+    out.with_name("answers.jsonl.meta.json").write_text((folder / "answers.jsonl.meta.json").read_text())
+    run_responses(
+        folder / "prompts.jsonl", folder / "target", out, OPTIONS, device="cpu", drafter=None, is_given=False,
+        report=print, echo=lambda kind, values: told.append((kind, values)),
+    )  # fmt: skip
+    assert {kind for kind, _ in told} == {"answers"}
+    answered = [values["answered"] for _, values in told]
+    assert answered == sorted(answered)
+    assert len(set(answered)) > 3  # three batches of four, or what is left
+    assert (told[-1][1]["answered"], told[-1][1]["of"], told[-1][1]["eta_s"]) == (12, 12, 0)
 
 
 def test_a_file_without_answers_does_not_bind_the_next_run(folder, tmp_path):
