@@ -7,6 +7,7 @@ that wait keep their block.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,6 +118,9 @@ class Said:
         is_gpu = device.type == "cuda"
         self.words = torch.zeros(num_blocks, NUM_WORDS, dtype=torch.int32, pin_memory=is_gpu)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        if is_gpu:
+            # Steps that nobody waits for may still write here; the allocator of pinned memory cannot know.
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
         self._blocks = [Block.over(words) for words in self.words]
         self._num_launched = 0
 
