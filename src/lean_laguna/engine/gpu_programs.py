@@ -90,7 +90,11 @@ class StepPrograms:
         self.pools = pools
         self.target = target_weights(target, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
         self.device = self.target.head.device
-        self.drafter = drafter_weights(drafter, max_model_len + MAX_ROWS) if drafter is not None else None
+        self.drafter = (
+            drafter_weights(drafter, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
+            if drafter is not None
+            else None
+        )
         self._is_gpu = self.device.type == "cuda"
         self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
         self.state, self.said = Block.allocate(self.device), Said(self.device, num_blocks_said)

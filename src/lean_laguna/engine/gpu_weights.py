@@ -205,14 +205,17 @@ def _sparse(
     )
 
 
-def drafter_weights(drafter: DFlashDrafter, max_positions: int) -> DrafterWeights:
+def drafter_weights(
+    drafter: DFlashDrafter, max_positions: int, *, is_by_lane: bool = False
+) -> DrafterWeights:
     """Lay a drafter's weights out for the kernels, in place; arguments as for ``target_weights``."""
     from lean_laguna.kernels.triton.weights import DrafterWeights
 
     config, modules = drafter.config, [layer for layer in drafter.layers if isinstance(layer, DFlashLayer)]
     rotary = _rotary(config.rope, config.head_dim, max_positions, drafter.norm)
     with torch.inference_mode(False), torch.no_grad():
-        store = WeightStore(drafter, drafter.packed_weights, drafter.norm.dtype)
+        is_by_lane = is_by_lane and _takes_packed(drafter.norm.device)
+        store = WeightStore(drafter, drafter.packed_weights, drafter.norm.dtype, is_by_lane=is_by_lane)
         # Rows of keys and values, before joining makes views of what is packed.
         context_kv = torch.cat([layer.self_attn.kv_weight() for layer in modules])
         layers = tuple(_draft_layer(config, i, layer, rotary, store) for i, layer in enumerate(modules))
@@ -247,7 +250,7 @@ def _spark(drafter: DSparkDrafter, store: WeightStore) -> SparkWeights:
     weight = drafter.confidence_weight
     return SparkWeights(
         before=_plain(drafter.markov_w1),
-        bias=store.one("markov_w2"),
+        bias=store.one("markov_w2", is_head=True),
         confidence=None if weight is None else _plain(weight)[0],
         confidence_bias=None if bias is None else bias.detach(),
         scales=1.0 / torch.tensor([greedy[0], sampled[0]], device=device),
@@ -284,12 +287,12 @@ def _draft_layer(
         qkv=store.joint(*(f"{prefix}self_attn.{name}.weight" for name in projections)),
         q_norm=module.q_norm.detach(),
         k_norm=module.k_norm.detach(),
-        out=store.one(f"{prefix}self_attn.o_proj.weight"),
+        out=store.one(f"{prefix}self_attn.o_proj.weight", pairs=True),
     )
     mlp = DenseWeights(
         layer.post_attention_layernorm.detach(),
         store.one(f"{prefix}gate_up_proj.weight"),
-        store.one(f"{prefix}down_proj.weight"),
+        store.one(f"{prefix}down_proj.weight", pairs=True),
     )
     return LayerWeights(attention, mlp, rotary)
 
