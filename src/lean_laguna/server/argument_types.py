@@ -22,7 +22,9 @@ STRING_ONLY = frozenset({"string"})
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _DEEPEST_REFERENCE = 16
 _COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentSchemas")
-_LONGEST_LITERAL = 1 << 20
+_LONGEST_LITERAL = 1 << 16  # of formatted strings Python's parser takes a second for twice that
+_LONGEST_INTEGER = 10**4300  # Python writes no longer ones
+_SAYS_NOTHING: Mapping[str, Any] = {}
 
 
 class ToolSchemas:
@@ -36,6 +38,7 @@ class ToolSchemas:
                 ``parameters`` or ``input_schema``.
         """
         self._parameters: dict[str, Mapping[str, Any]] = {}
+        self._known_types: dict[int, frozenset[str]] = {}
         for tool in tools:
             function = tool.get("function", tool)
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -114,20 +117,33 @@ class ToolSchemas:
         """Return the JSON types allowed for an argument; all of them where the schema says nothing."""
         root = self.root(tool)
         schema = self.properties(tool).get(argument, root.get("additionalProperties"))
-        return allowed_types(schema, root)
+        return _allowed_types(schema, root, self._known_types)
 
 
-def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def _allowed_types(
+    schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int = 0
+) -> frozenset[str]:
     """Return the JSON types that a schema allows; all where it does not say.
 
     Args:
         schema: Any JSON value; what is not an object allows everything.
         root: The document that ``$ref`` points into.
+        known: Of parts of the document, by identity; references would have the same ones looked at again and
+            again. One that leads back to itself says nothing.
         depth: Nesting so far.
     """
     if not isinstance(schema, Mapping) or depth > _DEEPEST_REFERENCE:
         return ALL_TYPES
     schema = _resolved(schema, root)
+    if (found := known.get(id(schema))) is None:
+        known[id(schema)] = ALL_TYPES
+        found = known[id(schema)] = _declared_types(schema, root, known, depth)
+    return found
+
+
+def _declared_types(
+    schema: Mapping[str, Any], root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int
+) -> frozenset[str]:
     allowed = ALL_TYPES
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -140,10 +156,10 @@ def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> froze
         allowed &= {_type_of(schema["const"])}
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            allowed &= frozenset().union(*(allowed_types(s, root, depth + 1) for s in schema[key]))
+            allowed &= frozenset().union(*(_allowed_types(s, root, known, depth + 1) for s in schema[key]))
     if isinstance(schema.get("allOf"), list):
         for part in schema["allOf"]:
-            allowed &= allowed_types(part, root, depth + 1)
+            allowed &= _allowed_types(part, root, known, depth + 1)
     return allowed or ALL_TYPES
 
 
@@ -193,10 +209,12 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_json(item) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_json(key) and _is_json(item) for key, item in value.items())
     if isinstance(value, str):
         return not any("\ud800" <= character <= "\udfff" for character in value)
-    return value is None or isinstance(value, bool | int)
+    if isinstance(value, int):
+        return abs(value) < _LONGEST_INTEGER
+    return value is None
 
 
 def _type_of(value: Any) -> str:
@@ -244,6 +262,6 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
             key = part.replace("~1", "/").replace("~0", "~")
             node = node.get(key) if isinstance(node, Mapping) else None
         if not target.startswith("#") or not isinstance(node, Mapping):
-            return {}
+            return _SAYS_NOTHING
         schema = node
     return schema

@@ -88,6 +88,11 @@ def test_a_tool_without_a_schema_allows_everything(tool):
         ('"\\ud800"', ALL_TYPES, '"\\ud800"'),
         ("", ALL_TYPES, ""),
         ("1" * 5000, ALL_TYPES, "1" * 5000),
+        ("0x" + "f" * 5000, {"integer"}, "0x" + "f" * 5000),
+        ("[-0b1" + "0" * 20_000 + "]", ALL_TYPES, "[-0b1" + "0" * 20_000 + "]"),
+        ('{"\\ud800": 1}', ALL_TYPES, '{"\\ud800": 1}'),
+        ("[{'\\udfff': 1}]", ALL_TYPES, "[{'\\udfff': 1}]"),
+        ("f'" + "{a}" * 100_000 + "'", ALL_TYPES, "f'" + "{a}" * 100_000 + "'"),
         ("[" * 100_000, ALL_TYPES, "[" * 100_000),
         ("-" * 100_000 + "1", ALL_TYPES, "-" * 100_000 + "1"),
     ],
@@ -95,4 +100,16 @@ def test_a_tool_without_a_schema_allows_everything(tool):
 def test_text_becomes_what_is_allowed(text, types, value):
     found = typed_value(text, frozenset(types))
     assert (type(found), found) == (type(value), value)
-    assert json.loads(json.dumps(found, allow_nan=False)) == value
+    written = json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    assert json.loads(written) == value
+
+
+def test_references_that_meet_again_and_again_cost_one_look_each():
+    """Paths through this schema: 8**16, and as many more through the loop at its end."""
+    levels = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}] * 8} for i in range(16)}
+    loop = {"anyOf": [{"$ref": "#/$defs/n16"}] * 8 + [{"type": "string"}]}
+    schema = {"$defs": {**levels, "n16": loop}, "properties": {"a": {"$ref": "#/$defs/n0"}}}
+    tools = ToolSchemas([{"name": "f", "parameters": schema}])
+    assert tools.types("f", "a") == ALL_TYPES
+    narrow = {**schema, "$defs": {**levels, "n16": {"type": "integer"}}}
+    assert ToolSchemas([{"name": "f", "parameters": narrow}]).types("f", "a") == {"integer"}
