@@ -56,10 +56,20 @@ def _everything():
     return hashlib.sha256("".join([version, *(file.read_text() for file in files)]).encode()).hexdigest()
 
 
+late_inputs = []
+"""Pairs of tensors: the first is filled from the second when the next kernel waits for its inputs."""
+
+
 def emulate(source, grid, threads, shared_bytes, arguments, settings):
     """Stand in for ``kernels.cuda.launching.launch_kernel``."""
     assert all(not isinstance(a, torch.Tensor) or a.device.type == "cpu" for a in arguments)
     pointers, values = driver.packed(arguments)
+    for to, values_then in late_inputs:
+        size = ctypes.c_size_t(to.nbytes)
+        _library(source).leave_inputs(
+            ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(values_then.data_ptr()), size
+        )
+    late_inputs.clear()
     failure = _library(source).emulate(grid, threads, shared_bytes, pointers)
     del values
     assert failure is None, f"{source.name}: {failure.decode()}"
