@@ -31,7 +31,7 @@ from lean_laguna.train.given_answers import write_given
 from lean_laguna.train.loop import Echo
 from lean_laguna.train.processes import join
 from lean_laguna.train.recipe import DrafterRecipe, load_recipe
-from lean_laguna.train.responses import ResponseOptions, write_responses
+from lean_laguna.train.responses import ResponseOptions, begin_responses, write_responses
 from lean_laguna.train.run_state import open_run
 from lean_laguna.train.stages import StageOptions
 from lean_laguna.train.text_source import PackedSource
@@ -68,12 +68,11 @@ def run_responses(
         template, tokenizer = ChatTemplate.from_dir(target_folder), Tokenizer.from_dir(target_folder)
         counts = write_given(conversations, template, tokenizer, out, options, target_folder)
     else:
+        begun = begin_responses(out, prompts, options, target_folder)
         llm = LLM(
             str(target_folder), speculative_config={"model": drafter} if drafter else None, device=device
         )
-        counts = write_responses(
-            llm, conversations, prompts, out, options, target_folder=target_folder, report=report, echo=echo
-        )
+        counts = write_responses(llm, conversations, out, options, begun, report=report, echo=echo)
     return {name: float(count) for name, count in counts.items()}
 
 

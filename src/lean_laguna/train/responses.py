@@ -1,23 +1,32 @@
 """Answers written by the target itself, through the engine that will serve it: what a drafter is trained on.
 
 A line of the file is a document: its tokens, which of them the target wrote, and how they were sampled. A
-killed run goes on after the last whole line. The tokens are the engine's own, never text tokenised again.
+killed run leaves every answer that was whole, and the next one asks for the others. The tokens are the
+engine's own, never text tokenised again.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import ConfigError, DataError
-from lean_laguna.core.files import atomic_write_json, parse_json, sha256_file
+from lean_laguna.core.files import (
+    atomic_write_bytes,
+    atomic_write_json,
+    parse_json,
+    require_writable,
+    sha256_file,
+)
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
+from lean_laguna.engine.sequence import RequestState
 from lean_laguna.train.conversations import Conversation
 from lean_laguna.train.loop import Echo
 
@@ -33,7 +42,7 @@ class ResponseOptions:
         top_k: Of the filter, 0 for none.
         max_tokens: Longest answer; where the context is shorter, what is left of it.
         seed: Of the run; each answer's own seed follows from it and is recorded.
-        batch: Conversations asked at once.
+        batch: Questions with the engine at a time.
     """
 
     thinking: bool | None = None
@@ -48,23 +57,21 @@ class ResponseOptions:
 def write_responses(
     llm: LLM,
     conversations: Sequence[Conversation],
-    prompts: Path,
     out: Path,
     options: ResponseOptions,
+    begun: Sequence[str],
     *,
-    target_folder: Path,
     report: Callable[[str], None] = lambda line: None,
     echo: Echo = lambda kind, values: None,
 ) -> dict[str, int]:
-    """Have every conversation's question answered, and write the documents as they come.
+    """Have every conversation's question answered, and write each document when its answer is whole.
 
     Args:
         llm: The engine, with a drafter or without: the answers are the same.
         conversations: Their first questions are asked.
-        prompts: The file they came from, whose hash is recorded.
-        out: JSONL file of documents; beside it ``OUT.meta.json`` says how they were made.
+        out: JSONL file of documents; in the conversations' order once all are answered.
         options: How the target answers.
-        target_folder: The target's checkpoint.
+        begun: What the file holds, from :func:`begin_responses`.
         report: Receives lines.
         echo: Receives ``answers`` events, one with each answer and otherwise one a second: how many there
             are, of how many, tokens a second, and the seconds left.
@@ -74,84 +81,107 @@ def write_responses(
         no room for them.
 
     Raises:
-        ConfigError: The file was begun with other options, prompts or another target.
-        DataError: It is damaged before its last line.
+        ConfigError: The disk is full.
     """
-    meta = {
-        "target_sha256": checkpoint_hash(target_folder),
-        "tokenizer_sha256": sha256_file(target_folder / "tokenizer.json"),
-        "prompts_sha256": sha256_file(prompts),
-        "sampling": asdict(options),
-    }
-    done = _begun(out, meta)
-    waiting = [(i, c) for i, c in enumerate(conversations) if c.id not in done]
-    pace = _Pace(len(done), len(conversations), echo)
-    num_left_out = 0
-    with out.open("a", encoding="utf-8") as file:
-        for start in range(0, len(waiting), options.batch):
-            batch = waiting[start : start + options.batch]
-            asked = [(c, *found) for i, c in batch if (found := _request(llm, c, i, options))]
-            num_left_out += len(batch) - len(asked)
-            outputs = llm.generate(
-                [{"prompt_token_ids": ids} for _, ids, _ in asked],
-                [p for _, _, p in asked],
-                on_progress=pace.watch,
-            )
-            for (conversation, ids, _), output in zip(asked, outputs, strict=True):
-                answer = output.outputs[0]
-                document = {
-                    "id": conversation.id,
-                    "input_ids": [*ids, *answer.token_ids],
-                    "loss_mask": [0] * len(ids) + [1] * len(answer.token_ids),
-                    "finish_reason": answer.finish_reason,
-                    "seed": answer.seed,
-                    "temperature": options.temperature,
-                    "is_plain": options.top_p == 1.0 and options.top_k == 0,
-                }
-                file.write(json.dumps(document) + "\n")
-            file.flush()
-            pace.end_batch(len(asked), sum(len(o.outputs[0].token_ids) for o in outputs), len(batch))
-    if num_left_out:
+    written, done = list(begun), set(begun)
+    waiting = deque((i, c) for i, c in enumerate(conversations) if c.id not in done)
+    pace, asked = _Pace(len(begun), len(conversations), echo), list[_Asked]()
+    try:
+        with out.open("a", encoding="utf-8") as file:
+            while waiting or asked:
+                while waiting and len(asked) < options.batch:
+                    index, conversation = waiting.popleft()
+                    if found := _ask(llm, conversation, index, options):
+                        asked.append(found)
+                    else:
+                        pace.num_left_out += 1
+                if asked:
+                    llm.engine.step()
+                for one in [one for one in asked if one.state.is_finished]:
+                    document, num_tokens = one.document(options)
+                    file.write(json.dumps(document) + "\n")
+                    file.flush()
+                    asked.remove(one)
+                    written.append(one.id)
+                    pace.count(num_tokens)
+                pace.tell(sum(one.num_tokens for one in asked))
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        for one in asked:
+            llm.engine.abort(one.state.request_id)
+    _put_in_order(out, written, [c.id for c in conversations])
+    if pace.num_left_out:
         limit = llm.engine.max_model_len
-        report(f"{num_left_out:,} left out: their questions do not fit the context of {limit:,} tokens")
-    return {"documents": len(conversations) - num_left_out, "resumed": len(done), "left_out": num_left_out}
+        report(f"{pace.num_left_out:,} left out: their questions do not fit the context of {limit:,} tokens")
+    return {"documents": len(written), "resumed": len(begun), "left_out": pace.num_left_out}
 
 
 class _Pace:
     """Tells how far the answers are, with each that is whole and otherwise once a second."""
 
     def __init__(self, num_before: int, num_all: int, echo: Echo):
-        self._num_before, self._num_left, self._echo = num_before, num_all - num_before, echo
-        self._num_answers = self._num_tokens = 0  # of the batches that are done
+        self._num_before, self._num_all, self._echo = num_before, num_all, echo
+        self._num_answers = self._num_tokens = self.num_left_out = 0
         self._began = time.monotonic()
         self._told = (0, self._began)
 
-    def watch(self, num_finished: int, _: int, num_tokens: int) -> None:
-        """Take the state of a batch; see ``LLM.generate``."""
-        answers, now = self._num_answers + num_finished, time.monotonic()
+    def count(self, num_tokens: int) -> None:
+        """Count a whole answer."""
+        self._num_answers += 1
+        self._num_tokens += num_tokens
+
+    def tell(self, num_tokens: int) -> None:
+        """Tell, if it is time; the answers that are not whole have so many tokens."""
+        answers, now = self._num_answers, time.monotonic()
         if answers == self._told[0] and now - self._told[1] < 1.0:
             return
         self._told = (answers, now)
         seconds = max(1e-9, now - self._began)
-        left = self._num_left - num_finished
+        left = self._num_all - self._num_before - self.num_left_out - answers
         values = {
             "answered": self._num_before + answers,
-            "of": self._num_before + self._num_answers + self._num_left,
+            "of": self._num_all,
             "tok_per_s": round((self._num_tokens + num_tokens) / seconds),
         }
         self._echo("answers", values | ({"eta_s": round(seconds * left / answers)} if answers else {}))
 
-    def end_batch(self, num_asked: int, num_tokens: int, size: int) -> None:
-        """Count a batch whose every answer is whole; those not asked had no room."""
-        self._num_answers += num_asked
-        self._num_tokens += num_tokens
-        self._num_left -= size
+
+@dataclass(eq=False)
+class _Asked:
+    """A question with the engine.
+
+    Attributes:
+        id: The conversation's.
+        question: Its tokens.
+        state: The answer so far.
+    """
+
+    id: str
+    question: list[int]
+    state: RequestState
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.completion.token_ids) for sequence in self.state.sequences)
+
+    def document(self, options: ResponseOptions) -> tuple[dict[str, Any], int]:
+        """Return what is written of a whole answer, and how many tokens it has."""
+        answer = self.state.snapshot().outputs[0]
+        document = {
+            "id": self.id,
+            "input_ids": [*self.question, *answer.token_ids],
+            "loss_mask": [0] * len(self.question) + [1] * len(answer.token_ids),
+            "finish_reason": answer.finish_reason,
+            "seed": answer.seed,
+            "temperature": options.temperature,
+            "is_plain": options.top_p == 1.0 and options.top_k == 0,
+        }
+        return document, len(answer.token_ids)
 
 
-def _request(
-    llm: LLM, conversation: Conversation, index: int, options: ResponseOptions
-) -> tuple[list[int], SamplingParams] | None:
-    """Return a question's tokens and how it is answered; None where the context leaves no room."""
+def _ask(llm: LLM, conversation: Conversation, index: int, options: ResponseOptions) -> _Asked | None:
+    """Hand a question to the engine; None where the context leaves no room for an answer."""
     switches: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
     ids = llm.tokenizer.encode(llm.chat_template.render(conversation.question(), **switches))
     room = llm.engine.max_model_len - len(ids)
@@ -164,36 +194,75 @@ def _request(
         max_tokens=min(options.max_tokens, room),
         seed=options.seed * 1_000_003 + index,
     )
-    return ids, params
+    return _Asked(conversation.id, ids, llm.engine.add_request(ids, params))
 
 
-def _begun(out: Path, meta: dict[str, Any]) -> set[str]:
-    """Return the ids that the file holds already, after cutting off a line that a kill left half written."""
+def begin_responses(out: Path, prompts: Path, options: ResponseOptions, target_folder: Path) -> list[str]:
+    """Make the file of documents, or find out what it holds already.
+
+    Args:
+        out: JSONL file of documents; beside it ``OUT.meta.json`` says how they are made. A line that a kill
+            left half written is cut off.
+        prompts: The file that the questions come from, whose hash is recorded.
+        options: How the target answers.
+        target_folder: The target's checkpoint.
+
+    Returns:
+        The ids of its documents, in its order.
+
+    Raises:
+        ConfigError: It was begun with other options, prompts or another target, or cannot be written.
+        DataError: It is damaged before its last line.
+    """
+    meta = {
+        "target_sha256": checkpoint_hash(target_folder),
+        "tokenizer_sha256": sha256_file(target_folder / "tokenizer.json"),
+        "prompts_sha256": sha256_file(prompts),
+        "sampling": asdict(options),
+    }
     beside = out.with_name(f"{out.name}.meta.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(out)
     if not out.exists() or not out.stat().st_size:
-        out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(beside, meta)
-        return set()
-    try:
-        stored = parse_json(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ConfigError(f"'{out}' exists, but not the '{beside.name}' that says how it was made") from None
-    if stored != json.loads(json.dumps(meta)):
-        names = [name for name in meta if stored.get(name) != json.loads(json.dumps(meta[name]))]
-        raise ConfigError(
-            f"'{out}' was begun with another {' and '.join(names)}; give another --out, or remove it"
-        )
-    data = out.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
+        return []
+    _check_meta(out, beside, json.loads(json.dumps(meta)))
+    lines = out.read_bytes().split(b"\n")
+    if half := lines.pop():
         with out.open("r+b") as file:
-            file.truncate(len(whole))
-    found = set()
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+            file.truncate(out.stat().st_size - len(half))
+    found = []
+    for number, line in enumerate(lines, 1):
         try:
-            found.add(str(parse_json(line)["id"]))
+            found.append(str(parse_json(line)["id"]))
         except (ValueError, KeyError, TypeError):
             raise DataError(
                 f"'{out}', line {number}: not a document; remove the file to start anew"
             ) from None
     return found
+
+
+def _check_meta(out: Path, beside: Path, meta: dict[str, Any]) -> None:
+    try:
+        stored = parse_json(beside.read_bytes())
+    except (OSError, ValueError):
+        stored = None
+    if not isinstance(stored, dict):
+        raise ConfigError(
+            f"'{out}' exists, but no whole '{beside.name}' that says how it was made; give another --out, or "
+            "remove it"
+        )
+    if names := [name for name in meta if stored.get(name) != meta[name]]:
+        raise ConfigError(
+            f"'{out}' was begun with another {' and '.join(names)}; give another --out, or remove it"
+        )
+
+
+def _put_in_order(out: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
+    """Bring the documents into an order that does not depend on which answer was whole first."""
+    place = {name: i for i, name in enumerate(wanted)}
+    places = [place.get(name, len(wanted)) for name in found]
+    if places != sorted(places):
+        lines = out.read_bytes().split(b"\n")
+        order = sorted(range(len(places)), key=places.__getitem__)
+        atomic_write_bytes(out, b"".join(lines[i] + b"\n" for i in order))

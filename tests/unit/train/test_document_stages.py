@@ -10,7 +10,7 @@ from lean_laguna.core.errors import ConfigError, DataError
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
-from lean_laguna.train import loop
+from lean_laguna.train import document_stages, loop
 from lean_laguna.train.document_stages import run_documents, run_responses
 from lean_laguna.train.responses import ResponseOptions
 from lean_laguna.train.stages import StageOptions
@@ -34,10 +34,10 @@ def folder(tmp_path_factory, data):
     return base
 
 
-def answer(base, out, options=OPTIONS, is_given=False, report=print):
+def answer(base, out, options=OPTIONS, is_given=False, report=print, echo=lambda kind, values: None):
     return run_responses(
         base / "prompts.jsonl", base / "target", out, options,
-        device="cpu", drafter=None, is_given=is_given, report=report,
+        device="cpu", drafter=None, is_given=is_given, report=report, echo=echo,
     )  # fmt: skip
 
 
@@ -78,6 +78,53 @@ def test_answers_are_the_engines_tokens_and_a_killed_run_goes_on_to_the_same_fil
     assert json.loads(meta)["sampling"] == dataclasses.asdict(OPTIONS)
     with pytest.raises(ConfigError, match="begun with another sampling"):
         answer(folder, out, dataclasses.replace(OPTIONS, temperature=0.5))
+
+
+def test_an_interrupted_run_keeps_every_answer_that_was_whole(folder, tmp_path):
+    """Also those that were whole before one asked earlier; in the end the file is an uninterrupted run's."""
+    out, told = tmp_path / "answers.jsonl", []
+
+    def interrupt(kind, values):
+        told.append(values["answered"])
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(folder, out, echo=interrupt)
+    assert len(out.read_text().splitlines()) == told[-1] >= 5
+    shuffled = out.read_text().splitlines(keepends=True)[::-1]
+    out.write_text("".join(shuffled))
+    assert answer(folder, out) == {"documents": 12, "resumed": told[-1], "left_out": 0}
+    assert out.read_bytes() == (folder / "answers.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("answers", "meta", "error", "message"),
+    [
+        (b"{}\n", None, ConfigError, "no whole 'answers.jsonl.meta.json'"),
+        (b"{}\n", b"[]", ConfigError, "no whole 'answers.jsonl.meta.json'"),
+        (b"{}\n", b"\xff", ConfigError, "no whole 'answers.jsonl.meta.json'"),
+        (b"{}\n", b"{}", ConfigError, "begun with another target_sha256"),
+        (b"\xff\n", ..., DataError, "line 1: not a document"),
+        (b'{"id": 1}\n[1]\n', ..., DataError, "line 2: not a document"),
+    ],
+)
+def test_damaged_answers_are_refused_before_weights_are_read(
+    folder, tmp_path, monkeypatch, answers, meta, error, message
+):
+    monkeypatch.setattr(document_stages, "LLM", None)
+    out, beside = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.meta.json"
+    out.write_bytes(answers)
+    if meta is not None:
+        beside.write_bytes((folder / "answers.jsonl.meta.json").read_bytes() if meta is ... else meta)
+    with pytest.raises(error, match=message):
+        answer(folder, out)
+    assert out.read_bytes() == answers
+
+
+def test_a_folder_in_place_of_the_answers_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="it is a folder; give a file name"):
+        answer(folder, tmp_path)
 
 
 def test_a_dspark_drafter_is_trained_on_documents_calibrated_and_loads(folder, tmp_path):
