@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 from lean_laguna.core.errors import ConfigError
 
 HASH_CHUNK_BYTES = 1 << 20
+_ESCAPED_HALF, _ESCAPED_HALF_BYTES = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(rb"\\u[dD][89a-fA-F]")
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -90,12 +92,19 @@ def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]],
         make_object: Makes an object of its names and values, which may name one twice.
 
     Raises:
-        ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a number too long to be one.
+        ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a number too long to be one, or
+            half a character, which no file or tokenizer could take.
     """
     try:
-        return json.loads(text, object_pairs_hook=make_object)
+        value = json.loads(text, object_pairs_hook=make_object)
+        if _ESCAPED_HALF.search(text) if isinstance(text, str) else _ESCAPED_HALF_BYTES.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"it holds half a character, {half!r} without its other half") from None
+    return value
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:

@@ -52,7 +52,8 @@ def read_conversations(path: Path) -> list[Conversation]:
             message names file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text may hold the other line ends of Unicode as they are.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{path}': cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: list[Conversation] = []
@@ -82,8 +83,8 @@ def _messages(given: Mapping[str, Any], where: str) -> list[dict[str, str]]:
         turns = [(_text(turn, "role", where), _text(turn, "content", where)) for turn in given["messages"]]
     elif isinstance(given.get("conversations"), list):
         turns = [(_text(turn, "from", where), _text(turn, "value", where)) for turn in given["conversations"]]
-    elif isinstance(given.get("prompt"), str) or isinstance(given.get("instruction"), str):
-        turns = [("user", str(given.get("prompt") or given.get("instruction")))]
+    elif texts := [text for key in ("prompt", "instruction") if isinstance(text := given.get(key), str)]:
+        turns = [("user", next(filter(None, texts), ""))]
         if "response" in given:
             turns.append(("assistant", _text(given, "response", where)))
     else:

@@ -68,6 +68,8 @@ def run_responses(
         template, tokenizer = ChatTemplate.from_dir(target_folder), Tokenizer.from_dir(target_folder)
         counts = write_given(conversations, template, tokenizer, out, options, target_folder)
     else:
+        for conversation in conversations:
+            conversation.question()
         begun = begin_responses(out, prompts, options, target_folder)
         llm = LLM(
             str(target_folder), speculative_config={"model": drafter} if drafter else None, device=device

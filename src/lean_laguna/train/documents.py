@@ -80,7 +80,7 @@ def read_documents(
     """
     _check_tokenizer(path, tokenizer_sha256)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{path}': cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not any(line.strip() for line in lines):
@@ -108,7 +108,10 @@ def _check_tokenizer(path: Path, expected: str | None) -> None:
     beside = path.with_name(f"{path.name}.meta.json")
     if expected is None or not beside.is_file():
         return
-    found = parse_json(beside.read_text(encoding="utf-8")).get("tokenizer_sha256")
+    try:
+        found = parse_json(beside.read_bytes())["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"'{beside}' does not say which tokenizer '{path.name}' was made with") from None
     if found != expected:
         raise DataError(
             f"'{path}' was tokenised with another tokenizer (sha256 {str(found)[:12]}...) than the target's "
@@ -121,7 +124,7 @@ def _document(given: Any, number: int, where: str) -> Document:
         raise DataError(f"{where}: a document needs 'input_ids' and 'loss_mask'")
     ids, mask = given["input_ids"], given["loss_mask"]
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
-        if not isinstance(values, list) or not all(isinstance(v, int) for v in values):
+        if not isinstance(values, list) or not all(type(v) is int and abs(v) < 1 << 31 for v in values):
             raise DataError(f"{where}: '{name}' must be a list of whole numbers")
     if len(ids) != len(mask):
         raise DataError(f"{where}: {len(ids)} 'input_ids' and {len(mask)} 'loss_mask'")

@@ -84,6 +84,17 @@ def test_json_of_others_fails_in_one_way_only(text):
         parse_json(text)
 
 
+@pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDFFF": 1}', rb'[{"a": "\ude00\ud83d"}]'])
+def test_half_a_character_is_no_json(text):
+    with pytest.raises(ValueError, match=r"half a character, '\\u"):
+        parse_json(text)
+
+
+def test_a_character_of_two_escapes_and_an_escaped_backslash_are_json():
+    assert parse_json(r'"\ud83d\ude00"') == parse_json(rb'"\uD83D\uDE00"') == "😀"
+    assert parse_json(r'"\\ud800"') == r"\ud800"
+
+
 def test_a_folder_where_no_file_can_be_made_is_refused_before_the_work():
     with pytest.raises(ConfigError, match=r"cannot write /proc/result\.json"):
         require_writable("/proc/result.json")

@@ -33,9 +33,20 @@ def test_all_shapes_are_read_alike(tmp_path):
     assert found[3].question() == (QUESTION,)
 
 
+def test_a_text_may_hold_line_ends_of_unicode_and_a_file_windows_marks(tmp_path):
+    text = "one\u2028two\u0085three\u2029"
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(f'\ufeff{{"prompt": "{text}"}}\r\n{{"instruction": "", "prompt": "x"}}\r\n'.encode())
+    first, second = read_conversations(path)
+    assert first.messages == ({"role": "user", "content": text},)
+    assert second.messages == ({"role": "user", "content": "x"},)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        ({"prompt": ""}, "line 1: the user's text is empty"),
+        ({"prompt": "\ud800"}, "line 1: not JSON: it holds half a character"),
         ("{", "line 1: not JSON"),
         ("[1]", "must be an object, found list"),
         ({"text": "x"}, r"of no known shape, its keys are \['text'\]"),

@@ -122,6 +122,18 @@ def test_damaged_answers_are_refused_before_weights_are_read(
     assert out.read_bytes() == answers
 
 
+def test_a_conversation_without_a_question_is_refused_before_weights_are_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(document_stages, "LLM", None)
+    rows = [{"prompt": "Do it"}, {"id": "z", "messages": [{"role": "assistant", "content": "Done."}]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="conversation 'z': no message of the user"):
+        run_responses(
+            tmp_path / "prompts.jsonl", folder / "target", tmp_path / "answers.jsonl", OPTIONS,
+            device="cpu", drafter=None, is_given=False, report=print,
+        )  # fmt: skip
+    assert not (tmp_path / "answers.jsonl.meta.json").exists()
+
+
 def test_a_folder_in_place_of_the_answers_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="it is a folder; give a file name"):
         answer(folder, tmp_path)

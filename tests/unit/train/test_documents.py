@@ -45,6 +45,8 @@ def test_documents_with_too_little_to_learn_from_are_left_out(tmp_path):
         (row(input_ids=[1, 50], loss_mask=[0, 1]), "token 50 is outside the target's vocabulary"),
         (row(loss_mask=[1]), "10 'input_ids' and 1 'loss_mask'"),
         (row(input_ids="text"), "'input_ids' must be a list of whole numbers"),
+        (row(input_ids=[1 << 31] * 10), "'input_ids' must be a list of whole numbers"),
+        (row(loss_mask=[True] * 10), "'loss_mask' must be a list of whole numbers"),
         ({"id": "a"}, "a document needs 'input_ids' and 'loss_mask'"),
     ],
 )
@@ -58,6 +60,19 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert read(tmp_path, row(), tokenizer_sha256="aa" * 32)
     with pytest.raises(DataError, match="tokenised with another tokenizer"):
         read(tmp_path, row(), tokenizer_sha256="bb" * 32)
+
+
+@pytest.mark.parametrize("meta", [b"", b"[]", b"{}", b"\xff"])
+def test_a_damaged_note_of_the_tokenizer_is_refused(tmp_path, meta):
+    (tmp_path / "documents.jsonl.meta.json").write_bytes(meta)
+    with pytest.raises(DataError, match="does not say which tokenizer"):
+        read(tmp_path, row(), tokenizer_sha256="aa" * 32)
+
+
+def test_ids_of_documents_may_hold_line_ends_of_unicode(tmp_path):
+    (tmp_path / "documents.jsonl").write_text(json.dumps(row("a\u2028b"), ensure_ascii=False) + "\n")
+    (found,) = read_documents(tmp_path / "documents.jsonl", vocab_size=50, max_length=20, min_supervised=3)
+    assert found.id == "a\u2028b"
 
 
 def test_packing_keeps_documents_whole_and_apart():
