@@ -44,6 +44,12 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"9999999": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5, 9999999]}, "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [-1]}, "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 9999999}, "truncate_prompt_tokens"),
     (COMPLETIONS, {"prompt": "x", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop": [1]}, "stop[0]"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
@@ -210,6 +216,33 @@ def test_a_prompt_that_no_counting_could_make_fit_costs_nothing(server: RunningS
                 r"requested \d+ tokens or more \(\d+ or more in", told.json()["error"]["message"]
             )
     assert time.monotonic() - started < 10  # encoding them takes minutes
+
+
+def test_the_end_of_a_prompt_is_kept_where_asked(server: RunningServer) -> None:
+    text = "import os\n\ndef fib(n):\n"
+    ids = server.ok("/tokenize", prompt=text)["tokens"]
+    asked = {"temperature": 0, "max_tokens": 6}
+    for kept in (3, len(ids) - 1):
+        cut = [server.ok(COMPLETIONS, prompt=p, **asked, truncate_prompt_tokens=kept) for p in (text, ids)]
+        short = server.ok(COMPLETIONS, prompt=ids[-kept:], **asked)
+        for answer in cut:
+            assert (answer["choices"], answer["usage"]["prompt_tokens"]) == (short["choices"], kept)
+    echo = server.ok(COMPLETIONS, prompt=text, **asked, truncate_prompt_tokens=3, echo=True)
+    assert echo["choices"][0]["text"].startswith(server.ok("/detokenize", tokens=ids[-3:])["prompt"])
+    limit = server.client.get("/v1/models").json()["data"][0]["max_model_len"]
+    long = (ids * limit)[: limit + 5]
+    most = server.ok(COMPLETIONS, prompt=long, temperature=0, max_tokens=4, truncate_prompt_tokens=-1)
+    assert most["usage"]["prompt_tokens"] == limit - 4
+    assert server.post(COMPLETIONS, prompt=long, max_tokens=4).status_code == 400
+
+
+def test_nothing_but_allowed_tokens_is_chosen(server: RunningServer) -> None:
+    allowed = list(range(300, 320))
+    for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HI})):
+        body = {**prompt, "max_tokens": 8, "temperature": 1.0, "seed": 1, "return_token_ids": True}
+        said = server.ok(path, **body, allowed_token_ids=allowed)["choices"][0]["token_ids"]
+        assert len(said) == 8
+        assert set(said) <= set(allowed)
 
 
 def test_options_that_ask_for_nothing_are_taken(server: RunningServer) -> None:

@@ -40,6 +40,9 @@ COMMON: dict[str, dict[str, Any]] = {
     "presence_penalty": {**SAMPLED, "presence_penalty": 2.0},
     "frequency_penalty": {**SAMPLED, "frequency_penalty": 2.0},
     "logit_bias": {"temperature": 0, "logit_bias": {"349": 6.0, "326": -100}},
+    "allowed_token_ids": {**SAMPLED, "allowed_token_ids": list(range(300, 900))},
+    "truncate_prompt_tokens": {"temperature": 0, "truncate_prompt_tokens": 3},
+    "truncate_prompt_tokens -1": {"temperature": 0, "truncate_prompt_tokens": -1},
     "min_tokens": {"temperature": 0, "logit_bias": {"2": 30.0}, "min_tokens": 5},
     "eos": {"temperature": 0, "logit_bias": {"24": 16.0}},
     "ignore_eos": {"temperature": 0, "logit_bias": {"24": 16.0}, "ignore_eos": True},
@@ -179,6 +182,7 @@ def test_every_one_of_these_options_changes_something(plain: RunningServer, path
     cases = {name: case for where, name, case in CASES if where == path and name in COMMON | CHAT}
     idle: list[str] = []
     silent = {"greedy", "defaults", "token ids", "tools"}  # change nothing, or not for certain
+    silent |= {"truncate_prompt_tokens -1"}  # nothing of short prompts
     for name in cases.keys() - silent:
         option = OPTION_OF.get(name, name)
         assert option in cases[name]

@@ -25,7 +25,10 @@ def reference_scores(
     }
     if len(output) < params.min_tokens:
         banned |= set(stop_ids)
-    if len(banned) < len(scores):
+    allowed = range(len(scores)) if params.allowed_token_ids is None else params.allowed_token_ids
+    for token in set(range(len(scores))) - set(allowed):
+        scores[token] = -math.inf
+    if set(allowed) - banned:
         for token in banned:
             scores[token] = -math.inf
     for token, bias in (params.logit_bias or {}).items():

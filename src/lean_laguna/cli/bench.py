@@ -28,13 +28,13 @@ Exit status 1 if an output differs.
   --prompts SET             mixed (14, easy to hard), trivial (20), or a .jsonl or text file
   --num-prompts N           only N of them, spread over the set
   --repeats 3, --warmup 1   measured passes, and generations per side before them
-  --out FILE, --html FILE   write the result file, a page with charts
-  --json                    one line of JSON last, and nothing else on standard output
+  --out FILE, --html FILE, --json   a result file, a page with charts, one line of JSON and no more
 sampling, with vLLM's names; greedy and 256 tokens unless given:
   --temperature T --top-p P --top-k K --min-p P --seed S --max-tokens N --structured-outputs JSON
   --min-tokens N --ignore-eos --repetition-penalty R --presence-penalty P --frequency-penalty F
   --thinking-token-budget N --logit-bias ID=B... --stop TEXT... --stop-token-ids ID... --logprobs N
-  --bad-words TEXT... --prompt-logprobs N --include-stop-str-in-output --keep-special-tokens
+  --bad-words TEXT... --allowed-token-ids ID... --prompt-logprobs N --include-stop-str-in-output
+  --keep-special-tokens
 engine: --device cpu|cuda --dtype bfloat16 --threads N --max-model-len N --attention-factor X
   --kernels triton|cuda --load-format dummy --shape laguna-xs --scheme nvfp4 --kv-cache-dtype fp8
 

@@ -73,6 +73,7 @@ def add_sampling_options(parser: Parser) -> None:
     parser.add_argument("--logit-bias", type=token_bias, nargs="+", action="extend")
     parser.add_argument("--stop", nargs="+", action="extend")
     parser.add_argument("--stop-token-ids", type=int, nargs="+", action="extend")
+    parser.add_argument("--allowed-token-ids", type=int, nargs="+", action="extend")
     parser.add_argument("--bad-words", nargs="+", action="extend")
     parser.add_argument("--ignore-eos", action="store_true", default=None)
     parser.add_argument("--include-stop-str-in-output", action="store_true", default=None)
@@ -86,13 +87,14 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
         *SAMPLING_NUMBERS,
         "stop",
         "stop_token_ids",
+        "allowed_token_ids",
         "bad_words",
         "ignore_eos",
         "include_stop_str_in_output",
         "structured_outputs",
     )
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    for name in ("stop", "stop_token_ids", "bad_words"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
         if name in given:
             given[name] = tuple(given[name])
     if getattr(args, "logit_bias", None):

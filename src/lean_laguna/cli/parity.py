@@ -33,7 +33,8 @@ sampling, with vLLM's names; greedy and 256 tokens unless given:
   --temperature T --top-p P --top-k K --min-p P --seed S --max-tokens N --structured-outputs JSON
   --min-tokens N --ignore-eos --repetition-penalty R --presence-penalty P --frequency-penalty F
   --thinking-token-budget N --logit-bias ID=B... --stop TEXT... --stop-token-ids ID... --logprobs N
-  --bad-words TEXT... --prompt-logprobs N --include-stop-str-in-output --keep-special-tokens
+  --bad-words TEXT... --allowed-token-ids ID... --prompt-logprobs N --include-stop-str-in-output
+  --keep-special-tokens
 engine: --device auto|cpu|cuda  --dtype auto|float32|bfloat16  --threads N  --max-model-len N
   --attention-factor X  --kv-cache-dtype auto|fp8
 example: lean-laguna parity --temperature 0.8 --seed 1 --draft-lengths 3,15

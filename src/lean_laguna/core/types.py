@@ -33,6 +33,7 @@ class SamplingParams:
         presence_penalty: In [-2, 2]; subtracted once from logits of tokens seen in the output.
         frequency_penalty: In [-2, 2]; subtracted per occurrence in the output.
         logit_bias: Token id to a bias in [-100, 100] added to its logit.
+        allowed_token_ids: The only tokens that may be chosen; None for any.
         min_tokens: No end-of-sequence or stop token before so many output tokens.
         max_tokens: At most so many output tokens; None means up to the context limit.
         stop: Texts that end the output; cut from it unless ``include_stop_str_in_output``.
@@ -57,6 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
     max_tokens: int | None = 16
     stop: Sequence[str] = ()
@@ -131,11 +133,13 @@ class SamplingParams:
         self._check_token_ids()
 
     def _normalise_lists(self) -> None:
-        for name in ("stop", "bad_words", "stop_token_ids"):
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
             if given is None:
+                if name == "allowed_token_ids":
+                    continue
                 given = ()
-            elif isinstance(given, str) and name != "stop_token_ids":
+            elif isinstance(given, str) and not name.endswith("token_ids"):
                 given = (given,)
             elif isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
                 raise RequestError(f"{name} must be a list, found {given!r:.200}", param=name)
@@ -151,10 +155,14 @@ class SamplingParams:
             )
 
     def _check_token_ids(self) -> None:
-        if any(type(token) is not int or token < 0 for token in self.stop_token_ids):
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
+            if any(type(token) is not int or token < 0 for token in ids):
+                raise RequestError(f"{name} must hold token ids, found {list(ids)!r:.200}", param=name)
+        if self.allowed_token_ids == ():
             raise RequestError(
-                f"stop_token_ids must hold token ids, found {list(self.stop_token_ids)!r:.200}",
-                param="stop_token_ids",
+                "allowed_token_ids must hold at least one token id, found none; leave it out to allow all",
+                param="allowed_token_ids",
             )
         if not isinstance(self.logit_bias, Mapping | None):
             raise RequestError(

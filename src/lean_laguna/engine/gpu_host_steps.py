@@ -24,6 +24,7 @@ def samples_on_host(sequence: SequenceState) -> list[str]:
     request, params = sequence.sampling, sequence.sampling.params
     named = {
         "penalties": request.has_penalties,
+        "allowed_token_ids": request.forbidden is not None,
         "logit_bias": bool(len(request.bias_ids)),
         "bad_words": bool(request.bad_word_ids),
         "min_tokens": request.num_output_tokens < params.min_tokens,

@@ -62,7 +62,11 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
     """
     rendered, tools = await rendered_chat(service, body)
     ids = await service.encode_prompt(
-        rendered, _asked(body), "messages", add_special_tokens=bool(body.add_special_tokens)
+        rendered,
+        _asked(body),
+        "messages",
+        add_special_tokens=bool(body.add_special_tokens),
+        truncate=body.truncate_prompt_tokens,
     )
     params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
     return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)

@@ -60,17 +60,17 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     service.check_count(len(texts))
     prompts = []
     for text in texts:
-        ids = await _encode(service, body, text)
         asked = (
             16 if body.max_tokens is None else max(1, body.max_tokens) if hides_output else body.max_tokens
         )
+        ids = await _encode(service, body, text, asked)
         limit = service.max_tokens(asked, len(ids), "prompt")
         fixed: dict[str, Any] = {"max_tokens": limit, "logprobs": body.logprobs}
         fixed["structured_outputs"] = structured_outputs(body)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             fixed["prompt_logprobs"] = body.logprobs
         params = sampling_params(body, service.defaults(), **fixed)
-        shown = text if isinstance(text, str) else None
+        shown = text if isinstance(text, str) and body.truncate_prompt_tokens is None else None
         prompts.append(Prompt(ids, params, shown, draft_length(body.speculative)))
     return _Job(body, prompts, hides_output)
 
@@ -95,12 +95,15 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return list(given)
 
 
-async def _encode(service: Service, body: CompletionRequest, prompt: str | list[int]) -> tuple[int, ...]:
+async def _encode(
+    service: Service, body: CompletionRequest, prompt: str | list[int], asked: int
+) -> tuple[int, ...]:
+    truncate = body.truncate_prompt_tokens
     if isinstance(prompt, str):
         adds = body.add_special_tokens is not False
-        ids = await service.encode_prompt(prompt, body.max_tokens, "prompt", add_special_tokens=adds)
+        ids = await service.encode_prompt(prompt, asked, "prompt", add_special_tokens=adds, truncate=truncate)
     else:
-        ids = tuple(prompt)
+        ids = service.truncated(tuple(prompt), truncate, asked)
     if not ids:
         raise RequestError("the prompt is empty; it must hold at least one token", param="prompt")
     return ids

@@ -53,6 +53,7 @@ class SamplingFields(Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -75,6 +76,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     response_format: ObjectField | None = None
     structured_outputs: ObjectField | None = None
     guided_json: Annotated[Any, Meta(description="A JSON schema; as structured_outputs.json.")] = None

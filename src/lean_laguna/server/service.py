@@ -119,7 +119,13 @@ class Service:
             )
 
     async def encode_prompt(
-        self, text: str, asked: int | None, what: str, *, add_special_tokens: bool = False
+        self,
+        text: str,
+        asked: int | None,
+        what: str,
+        *,
+        add_special_tokens: bool = False,
+        truncate: int | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt; one that cannot fit is refused before it costs anything.
 
@@ -128,14 +134,40 @@ class Service:
             asked: The request's own limit of the output.
             what: The field that holds the prompt.
             add_special_tokens: Also apply the tokenizer's own template.
+            truncate: See :meth:`truncated`.
 
         Raises:
             ApiError: 400, it does not fit the context, whatever its tokens are.
         """
+        if truncate is not None:
+            ids = await self.encode(text, add_special_tokens=add_special_tokens)
+            return self.truncated(ids, truncate, asked)
         limit, fewest = self.llm.engine.max_model_len, self.tokenizer.fewest_tokens(text)
         if fewest >= limit:
             raise context_length_error(limit, fewest, max(asked or 1, 1), what, or_more=True)
         return await self.encode(text, add_special_tokens=add_special_tokens)
+
+    def truncated(self, ids: tuple[int, ...], keep: int | None, asked: int | None) -> tuple[int, ...]:
+        """Return the end of a prompt, as vLLM's ``truncate_prompt_tokens`` asks for it.
+
+        Args:
+            ids: The prompt.
+            keep: At most so many tokens; -1 for what the context has room for; None for all.
+            asked: The request's own limit of the output, which has its room too.
+
+        Raises:
+            ApiError: 400, ``keep`` is no such number.
+        """
+        if keep is None:
+            return ids
+        limit = self.llm.engine.max_model_len
+        if keep != -1 and not 1 <= keep <= limit:
+            raise bad_request(
+                f"truncate_prompt_tokens must be in 1 .. {limit} (the context), or -1 for all that fits; "
+                f"found {keep}",
+                "truncate_prompt_tokens",
+            )
+        return ids[-(max(1, limit - max(asked or 1, 1)) if keep == -1 else keep) :]
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text, and let others have their turn."""

@@ -1,7 +1,8 @@
 """Logits options and filters, each a function of (request, committed tokens, drafts before this row).
 
-Order, as in vLLM: bad words, min_tokens, logit_bias; repetition, frequency and presence penalty; then our
-constraints (grammar, thinking budget), which nothing after them can undo; temperature; min_p, top_k, top_p.
+Order, as in vLLM: allowed tokens, bad words, min_tokens, logit_bias; repetition, frequency and presence
+penalty; then our constraints (grammar, thinking budget), which nothing after them can undo; temperature;
+min_p, top_k, top_p.
 Everything is float64 and row by row: a row's result does not depend on the rows beside it.
 
 Source: vLLM ``v1/sample/sampler.py`` (order), ``model_executor/layers/utils.py`` (penalties),
@@ -39,6 +40,8 @@ def apply_logits_options(
         draft_token_ids: At least ``first_row + R - 1`` drafts; a negative one stands for an unknown token.
         first_row: Index of the first row within its block.
     """
+    if request.forbidden is not None:
+        scores[:, request.forbidden] = -np.inf
     ban_tokens(scores, request, draft_token_ids, first_row)
     if len(request.bias_ids):
         scores[:, request.bias_ids] += request.bias_values
@@ -53,12 +56,18 @@ def ban_tokens(
 ) -> None:
     """Set the logits of banned tokens to -inf, in place; arguments as in `apply_logits_options`.
 
-    A row whose every token is banned is left alone: some token must follow.
+    A row whose every token (of the allowed ones) is banned is left alone: some token must follow.
     """
     for row in range(len(scores)):
         banned = request.banned_ids(draft_token_ids[: first_row + row])
-        if banned and len(set(banned)) < scores.shape[1]:
+        if banned and _leaves_some(banned, request, scores.shape[1]):
             scores[row, banned] = -np.inf
+
+
+def _leaves_some(banned: Sequence[int], request: SamplingRequest, width: int) -> bool:
+    if request.params.allowed_token_ids is None:
+        return len(set(banned)) < width
+    return not set(request.params.allowed_token_ids) <= set(banned)
 
 
 def apply_penalties(

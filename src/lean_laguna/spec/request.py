@@ -112,6 +112,7 @@ class SamplingRequest:
         eos_token_ids: The checkpoint's end-of-sequence tokens.
         bad_word_ids: Token sequences from `bad_word_sequences`.
         stop_ids: End-of-sequence and stop tokens below V, masked until ``min_tokens`` are out.
+        forbidden: [V] bool, tokens not among the allowed ones; None where all are.
         bias_ids: Tokens with a logit bias.
         bias_values: [len(bias_ids)] float64.
         counts: Seen tokens, or None where no penalty is on.
@@ -141,7 +142,7 @@ class SamplingRequest:
             constraints: This completion's own, with nothing committed.
 
         Raises:
-            RequestError: A biased or banned token is not in the vocabulary.
+            RequestError: A biased, banned or allowed token is not in the vocabulary.
         """
         self.params = params
         self.seed = seed
@@ -153,6 +154,11 @@ class SamplingRequest:
         bias = params.logit_bias or {}
         _check_vocabulary(bias, vocab_size, "logit_bias")
         _check_vocabulary([token for word in self.bad_word_ids for token in word], vocab_size, "bad_words")
+        self.forbidden: NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            _check_vocabulary(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+            self.forbidden = np.ones(vocab_size, dtype=np.bool_)
+            self.forbidden[list(params.allowed_token_ids)] = False
         self.bias_ids = np.array(sorted(bias), dtype=np.int64)
         self.bias_values = np.array([bias[token] for token in sorted(bias)], dtype=np.float64)
         stops = self.eos_token_ids.union(params.stop_token_ids)
@@ -190,6 +196,7 @@ class SamplingRequest:
         """True where an option changes the next token's logits before temperature and filters."""
         return bool(
             self.has_penalties
+            or self.forbidden is not None
             or len(self.bias_ids)
             or self.bad_word_ids
             or len(self.output_token_ids) < self.params.min_tokens

@@ -12,6 +12,7 @@ ALL_SAMPLING = (
     "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty -1 "
     "--frequency-penalty 0.5 --min-tokens 2 --max-tokens 9 --seed 3 --logprobs 2 --prompt-logprobs 1 "
     "--logit-bias 4=-5 7=1.5 --stop a b --stop c --stop-token-ids 1 2 --bad-words x --ignore-eos "
+    "--allowed-token-ids 5 6 "
     "--include-stop-str-in-output --keep-special-tokens --thinking-token-budget 12 "
     """--structured-outputs {"regex":"[0-9]+"}"""
 )
@@ -43,6 +44,7 @@ def test_every_sampling_flag_reaches_its_field():
         logit_bias={4: -5.0, 7: 1.5},
         stop=("a", "b", "c"),
         stop_token_ids=(1, 2),
+        allowed_token_ids=(5, 6),
         bad_words=("x",),
         ignore_eos=True,
         include_stop_str_in_output=True,

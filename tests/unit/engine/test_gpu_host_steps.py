@@ -25,6 +25,7 @@ def sequence_of(**options):
         ({"temperature": 0, "min_tokens": 2}, ["min_tokens"]),
         ({"temperature": 0, "logit_bias": {40: 1.0}}, ["logit_bias"]),
         ({"temperature": 0, "presence_penalty": 0.5}, ["penalties"]),
+        ({"temperature": 0, "allowed_token_ids": [40, 41]}, ["allowed_token_ids"]),
         ({"temperature": 0, "bad_words": ("abc",)}, ["bad_words"]),
     ],
 )

@@ -23,6 +23,7 @@ options = st.fixed_dictionaries(
         "logit_bias": st.dictionaries(
             st.integers(0, V - 1), st.sampled_from([-100.0, -1.5, 2.0, 100.0]), max_size=4
         ),
+        "allowed_token_ids": st.lists(st.integers(0, V - 1), min_size=1, max_size=5),
         "min_tokens": st.integers(0, 12),
         "stop_token_ids": st.lists(st.integers(0, V - 1), max_size=2),
     },

@@ -121,6 +121,7 @@ def test_bad_words_are_tokenised_as_vllm_does():
     [
         ({"params": SamplingParams(logit_bias={20: 1.0})}, "logit_bias"),
         ({"params": SamplingParams(logit_bias={-1: 1.0})}, "logit_bias"),
+        ({"params": SamplingParams(allowed_token_ids=[3, 20])}, "allowed_token_ids"),
         ({"bad_word_ids": [(3, 20)]}, "bad_words"),
     ],
 )
