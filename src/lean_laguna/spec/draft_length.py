@@ -256,7 +256,7 @@ class DraftLengthController:
         is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
         is_usual |= is_trial and not cell.times.count(num_draft_tokens)  # about right, better than unknown
         if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
-            if cell.trials.age(num_draft_tokens) > self.policy.recheck_steps:
+            if cell.trials.age(num_draft_tokens) > self.policy.fresh_steps:
                 cell.times.forget(num_draft_tokens)  # another time, maybe a busier one
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)
         step_s = draft_s + verify_s

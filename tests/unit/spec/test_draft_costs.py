@@ -79,6 +79,24 @@ def test_beyond_what_was_measured_the_shape_is_scaled():
     assert times(k0=(0.0, 2.0)).estimate(4) == pytest.approx((1.0, 2.8)), "no draft was timed yet"
 
 
+def test_what_another_length_takes_tells_of_one_by_the_shape():
+    made = times(_4=(0.6, 2.8), _6=(0.5, 9.0))
+    assert made.likely(6, 4) == (pytest.approx(0.6), pytest.approx(2.8 * 1.6 / 1.4))
+    assert made.likely(6, 5) == made.likely(6, None) == made.estimate(6) == (0.5, 9.0)
+
+
+def test_a_length_seen_long_ago_is_soon_known_anew():
+    made = StepTimes()
+    for _ in range(15):
+        made.add(3, 0.0, 9.0)
+    made.forget(3)
+    made.forget(5)
+    assert made.estimate(3) == (0.0, 9.0), "until it is seen"
+    for _ in range(3):
+        made.add(3, 0.0, 2.0)
+    assert made.estimate(3) == (0.0, 2.0)
+
+
 def test_before_anything_was_measured_the_shape_stands():
     other = times(k0=(0.0, 1.0), k7=(0.5, 1.5), k15=(0.5, 3.0))
     fresh = StepTimes(other.estimate)

@@ -26,3 +26,11 @@ def test_requests_share_launches_as_far_as_they_fit(batch, drafts, launches):
     draft, _ = shape.times(batch, drafts)
     assert draft == pytest.approx(0.3 * launches + 0.01 * batch * (1 + drafts))
     assert shape.times(16, 0)[1] < 2 * shape.times(8, 0)[1]
+
+
+def test_lengths_are_alike_that_are_close_and_fill_the_same_tile():
+    shape = StepShape(None, (4, 8, 16))
+    assert shape.are_alike(1, 6, 7)
+    assert not shape.are_alike(1, 3, 4), "another tile"
+    assert not shape.are_alike(1, 4, 7), "far apart"
+    assert not shape.are_alike(2, 3, 4), "eight rows and ten"

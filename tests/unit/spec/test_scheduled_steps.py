@@ -82,6 +82,12 @@ def test_where_all_drafts_are_worth_sending_steps_are_fixed_again():
     assert steps.gain == 1.0
 
 
+def test_looking_what_scheduling_would_gain_grows_rare_while_it_gains_nothing():
+    steps, schedule = ScheduledSteps(), DraftSchedule(row_tiles=(8, 16), compares_caps=False)
+    fixed_after(steps, schedule, chances=lambda _: 0.97)
+    assert fixed_after(steps, schedule, chances=lambda _: 0.97, num=2000) <= 3
+
+
 def test_a_schedule_that_takes_longer_than_it_saves_is_left():
     dear, schedule = 3.0, DraftSchedule(row_tiles=(8, 16), compares_caps=False)
     mixed = lambda draw: draw.choice([0.2, 0.99])  # noqa: E731
