@@ -37,6 +37,8 @@ DOWN_RING = 16
 LONE_PROGRAMS = 4
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
+LONE_ADD_PACE = 4
+"""Of such steps no more are asked for at once: what attention asks for meanwhile waits behind them."""
 MAX_EXPERTS = 256
 
 
@@ -192,6 +194,7 @@ def project_add(
         N=n,
         WARPS=WARPS,
         RING=ring,
+        PACE=min(LONE_ADD_PACE, ring) if is_lone else ring,
         AHEAD=next(ahead),
         COLS=launch.cols,
     )

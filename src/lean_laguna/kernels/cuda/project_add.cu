@@ -1,7 +1,7 @@
 // Project and add to the residual: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS as in project.cu; WARPS that share a row; RING blocks of 32 columns on their way; AHEAD such blocks of x,
-// several rows of it; they divide a warp's part of K.
+// -D: K, N, COLS as in project.cu; WARPS that share a row; RING blocks of 32 columns on their way, at most PACE of them
+// while the inputs are awaited; AHEAD such blocks of x, several rows of it; they divide a warp's part of K.
 // One program owns 16 weight rows: the grid is N / 16. They are the 16 rows of the matrix instruction here, and tokens
 // its columns. Each warp takes its own part of K; x comes straight from L2, a lone row by way of shared memory.
 #include "common.cuh"
@@ -23,13 +23,16 @@ project_add(const u16 *x, const u16 *weight, u16 *hidden, u16 *tap, const int *n
     const uint4 zero = make_uint4(0, 0, 0, 0);
     stamp(STARTED);
     u16 *slots = ring + thread * 8;
+    const int live = load_fresh32(num_rows);
+    // No more at once than the memory needs to stay busy: what others ask for meanwhile waits behind all of it.
 #pragma unroll
     for (int j = 0; j < RING; j++) {
+        if (j == PACE) let_next_start();
+        if (j >= PACE) wait_for_stream<2 * (PACE - 1)>();
         stream(slots + j * 2 * ITEM, own + j * 32, true);
         stream(slots + j * 2 * ITEM + ITEM, own8 + j * 32, true);
     }
-    const int live = load_fresh32(num_rows);
-    let_next_start();
+    if (PACE >= RING) let_next_start();
     stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);

@@ -78,6 +78,19 @@ def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols)
     assert hidden[live:].isnan().all()
 
 
+def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, poisoned, count):
+    k = 1536
+    x, weight = rows_of(draw, poisoned, 9, k), draw(32, k, scale=k**-0.5)
+    start = rows_of(draw, poisoned, 9, 32)
+    together = start.clone()
+    products.project_add(x, weight, together, count(9), Launch(16))
+    for cols in (1, 8):
+        alone = poisoned(MAX_ROWS, 32)
+        alone[0] = start[0]
+        products.project_add(x, weight, alone, count(1), Launch(cols))
+        assert torch.equal(alone[0].view(torch.int16), together[0].view(torch.int16))
+
+
 class Mixture:
     """A MoE block of 32 experts and its buffers."""
 
@@ -161,11 +174,13 @@ def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
 
 def test_bits_do_not_depend_on_how_weights_arrive(draw, poisoned, device, monkeypatch):
     block, hidden, found = Mixture(draw, device), rows_of(draw, poisoned, 12, 256), []
-    for is_bulk in (True, False):
+    for is_bulk, asker in ((True, 0), (True, 1), (False, 0)):
         monkeypatch.setattr(products, "has_bulk_copies", lambda device, is_bulk=is_bulk: is_bulk)
+        monkeypatch.setattr(products, "ASKER", asker)
         found.append(hidden.clone())
         block.run(found[-1], 12, 16, poisoned)
-    assert torch.equal(*(rows.view(torch.int16) for rows in found))
+    for other in found[1:]:
+        assert torch.equal(found[0].view(torch.int16), other.view(torch.int16))
 
 
 @pytest.mark.parametrize("cols", [1, 8, 16])
