@@ -144,7 +144,7 @@ def published_sha256(file: Path) -> str | None:
     metadata = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
     try:
         lines = metadata.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
     return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
 

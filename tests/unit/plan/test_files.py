@@ -163,6 +163,8 @@ def test_hashes_are_compared_with_what_the_download_left_behind(tmp_path, folder
     one, two, three = sorted(digests)
     (download / f"{one}.metadata").write_text(f"commit\n{digests[one]}\n1.0\n")
     (download / f"{two}.metadata").write_text(f"commit\n{'0' * 64}\n1.0\n")
+    (download / "damaged.metadata").write_bytes(b"commit\n\xff\n")
+    assert published_sha256(folder / "damaged") is None
     seen = []
     found = check_hashes(read_files(folder), lambda done, total, name: seen.append((done, total, name)))
     assert found == {one: (digests[one], True), two: (digests[two], False), three: (digests[three], None)}
