@@ -27,7 +27,7 @@ struct Dim { int x; };
 // Of an arrival: who made it, at which meetings, and how many of its phases somebody has waited for.
 struct Made { int thread, block_round, warp_round, cluster_round, num_waited; };
 static std::vector<Fiber> fibers;
-static std::vector<Meeting> warps, blocks;
+static std::vector<Meeting> warps, blocks, firsts;
 static Meeting cluster;
 static jmp_buf scheduler;
 // Blocks of a cluster run side by side; `shared_pitch` bytes from one's shared memory to the next one's.
@@ -37,6 +37,7 @@ static std::function<void()> body;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
 static std::vector<Lane> lanes;
 static std::map<const u64 *, Made> arrivals;
+static std::map<const u64 *, int> turns;
 static const char *failure;  // what would end a kernel on a card, or might
 
 static inline void pause() {
@@ -79,6 +80,8 @@ static void run(int grid, int block_threads, int shared_size, int cluster_size, 
         // Poisoned, so that reading what nobody wrote shows: bf16 NaNs.
         shared.assign(shared_pitch * cluster_size + 16, 0xff);
         blocks.assign(cluster_size, {});
+        firsts.assign(cluster_size, {});
+        turns.clear();
         cluster = {}, num_alive = threads;
         arrived_in.assign(threads, 0);
         arrivals.clear();
@@ -224,9 +227,6 @@ template <int TO, int FROM> DEVICE void copy_async(Place to, const u16 *from, bo
 static inline u8 *remote(const void *p, int rank) {
     return (u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
 }
-DEVICE float2 load_remote2(const float *p, int rank) { return *(const float2 *)remote(p, rank); }
-DEVICE float4 load_remote4(const float *p, int rank) { return *(const float4 *)remote(p, rank); }
-DEVICE void store_remote2(float *p, int rank, float2 v) { *(float2 *)remote(p, rank) = v; }
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     if (wanted) memcpy(to, from, 16);
     else memset(to, 0, 16);
@@ -301,6 +301,20 @@ DEVICE void send4(float4 *p, int rank, float4 v, u64 *arrival) {
     count_bytes((u64 *)present(arrival, rank), 16);
 }
 static inline void show_cluster() { arrive_at_cluster(); }
+DEVICE void init_turns(u64 *turns, int count) {
+    *turns = (u32)count;
+    emulator::turns[turns] = count;
+}
+DEVICE void end_turn(u64 *turns) {
+    if ((u32)(--*turns) == 0) *turns += (1ull << 32) + emulator::turns[turns];
+}
+DEVICE void wait_for_turns(u64 *turns, u32 parity) {
+    if (!emulator::turns.count(turns)) emulator::failure = "a wait for turns that were not made";
+    while ((*turns >> 32 & 1) == parity) emulator::pause();
+}
+DEVICE void sync_first(int threads) {
+    emulator::meet(emulator::firsts[emulator::current / emulator::num_threads], threads);
+}
 DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float power2(float x) { return exp2f(x); }
 DEVICE float logarithm2(float x) { return log2f(x); }

@@ -110,20 +110,6 @@ DEVICE u32 remote_address(const void *p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
     return at;
 }
-DEVICE float2 load_remote2(const float *p, int rank) {
-    float2 v;
-    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote_address(p, rank)) : "memory");
-    return v;
-}
-DEVICE float4 load_remote4(const float *p, int rank) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote_address(p, rank)) : "memory");
-    return v;
-}
-DEVICE void store_remote2(float *p, int rank, float2 v) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(remote_address(p, rank)), "f"(v.x), "f"(v.y) : "memory");
-}
 // Hand over to the same place in block `rank`'s shared memory; its arrival, expected so, counts the bytes.
 DEVICE void send2(float2 *p, int rank, float2 v, u64 *arrival) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
@@ -173,13 +159,23 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
                    "r"((u32)__cvta_generic_to_shared(arrival)), "l"(FIRST_TO_LEAVE) : "memory");
 }
+// Turns at a place, which is over when `count` warps have ended theirs: by init_turns in place of init_arrival, and shown alike.
+DEVICE void init_turns(u64 *turns, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(turns)), "r"(count) : "memory");
+}
+DEVICE void end_turn(u64 *turns) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((u32)__cvta_generic_to_shared(turns)) : "memory");
+}
 // Wait until the phase of this parity is over: 0 for the first, 1 for the second, and so on.
 DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
     asm volatile("{\n.reg .pred over;\nagain:\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n"
                  "@!over bra again;\n}" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(parity) : "memory");
 }
+DEVICE void wait_for_turns(u64 *turns, u32 parity) { wait_for_bytes(turns, parity); }
 #endif
+// A barrier of a block's first threads, a whole number of warps.
+DEVICE void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 // 2^x and its inverse by the hardware's tables; what is below 2^-126 is 0.
 DEVICE float power2(float x) {

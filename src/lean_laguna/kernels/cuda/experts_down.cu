@@ -59,15 +59,6 @@ experts_down(const u16 *act, const u16 *shared_act, const u16 *scores, const flo
                 for (int half = 0; half < 2; half++)
                     copy_async(slot + ((i * STEPS + k) * 2 + half) * WARPS * 256, own + half * 8 * F + k * 32, true);
         }
-#if REST_AHEAD
-    // What the ring has no room for, into L2: lines of 64 columns.
-    for (int i = AHEAD + t; i < num_slots; i += 4)
-#pragma unroll
-        for (int k = 0; k < PART; k += 64) {
-            prefetch_line(own_of(i) - 8 * t + k);
-            prefetch_line(own_of(i) - 8 * t + k + 8 * F);
-        }
-#endif
     let_next_start();
     stamp(ASKED);
     wait_for_inputs();

@@ -8,7 +8,7 @@
 
 #define UNITS (RING / LOADS)
 
-KERNEL(WARPS * 32, PROGRAMS)
+KERNEL(THREADS, PROGRAMS)
 experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight, const u16 *shared_weight, u16 *act,
            u16 *shared_act, int *expert_ids, const int *num_rows, float softcap) {
     EXTERN_SHARED(u16, ring);
@@ -29,7 +29,6 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     };
 #if BULK
     u64 *arrivals = (u64 *)((u8 *)(&routing + 1) + (COLS == 1 ? sizeof(Contest) : 0));
-    const bool asks = thread == WARPS * 32 - 1;
     auto ask = [&](int slot, int unit) {
         const u16 *from = unit < shared_units ? shared_weight : weight;
         u16 *to = ring + slot * UNIT;
@@ -45,9 +44,8 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
             if (unit >= least && unit < count) ask(slot, unit);
         }
     };
-    if (asks) {
-        for (int slot = 0; slot < RING; slot++) init_arrival(arrivals + slot);
-        show_arrivals();
+    if (asks()) {
+        make_arrivals(arrivals, RING);
         ask_first(0);
     }
 #else
@@ -69,17 +67,16 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
         for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
     stamp(ASKED);
     Tokens operands(tokens, live);
-    int buffer = 0;
     auto write_ids = [&]() {
         if (blockIdx.x != gridDim.x - 1) return;
         for (int i = thread; i < live * A; i += blockDim.x) expert_ids[i] = (&routing.chosen[0][0])[i];
     };
-    auto add_up = [&](int unit) {
+    auto add_up = [&](int unit, const float *own_sums) {
         const int token = thread / 4, n = thread % 4, routed = unit - shared_units;
         if (token < live) {
             const int rank = routed < 0 ? 0 : routing.rank[routed / (F / 4)][token];
             if (rank != NOT_CHOSEN) {
-                const float *from = sums + buffer * SUMS + token * 8 + n;
+                const float *from = own_sums + token * 8 + n;
                 const u16 y = gated(sum_of(from), sum_of(from + 4));
                 if (routed < 0)
                     shared_act[token * FS + unit * 4 + n] = y;
@@ -87,13 +84,12 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                     act[(token * A + rank) * F + routed % (F / 4) * 4 + n] = y;
             }
         }
-        buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
     wait_for_inputs();
     stamp(WAITED);
     auto copy_tokens = [&]() {
-        for (int i = thread; i < live * (K / 8); i += WARPS * 32)
+        for (int i = thread; i < live * (K / 8); i += THREADS)
             copy_async(tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8, x + (size_t)i * 8, true);
     };
 #if COLS == 1
@@ -104,26 +100,15 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     count = shared_units + routing.num_slots * (F / 4);
     stamp(ROUTED);
 #if BULK
-    if (asks) ask_first(shared_units);
+    if (asks()) ask_first(shared_units);
     // Not before: the next kernel reads the scores before it waits, and its weights are wanted after these.
     let_next_start();
     wait_for_copies();
     write_ids();
     __syncthreads();
-    operands.hold();
+    if (warp < WARPS) operands.hold();
     stamp(PREPARED);
-    int slot = 0, parity = 0;
-    for (int unit = blockIdx.x; unit < count; unit += step) {
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        wait_for_bytes(arrivals + slot, parity);
-        operands.multiply_unit(even, odd, ring + slot * UNIT);
-        leave_sums(sums + buffer * SUMS, even, odd);
-        // Another unit's sums, and the slot, may be written once this barrier is passed.
-        __syncthreads();
-        if (asks && unit + RING * step < count) ask(slot, unit + RING * step);
-        add_up(unit);
-        if (++slot == RING) slot = 0, parity ^= 1;
-    }
+    take_units(step, count, RING, ring, sums, arrivals, operands, ask, add_up);
 #else
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) {
@@ -140,6 +125,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     write_ids();
     __syncthreads();
     stamp(PREPARED);
+    int buffer = 0;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
         const u16 *next = shared_weight;
@@ -153,7 +139,8 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
             if (at == LOADS - 1 && unit < count) {
                 leave_sums(sums + buffer * SUMS, even, odd);
                 __syncthreads();
-                add_up(unit);
+                add_up(unit, sums + buffer * SUMS);
+                buffer ^= 1;
             }
             if (at == LOADS - 1)
                 for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;

@@ -28,6 +28,8 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
+ASKER = 0
+"""Whether a warp of its own asks for units, instead of one that multiplies."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
@@ -74,17 +76,18 @@ def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, i
     room = shared_memory(weight.device) - rest
     constants = {"K": k, "WARPS": WARPS, "COLS": cols}
     if has_bulk_copies(weight.device):
-        unit = 8 * k * 2 + 8
+        unit = 8 * k * 2 + 16
         ring = max(1, min(BULK_COLUMNS // k, most, room // unit))
-        return constants | {"BULK": 1, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}, rest + ring * unit
+        own = {"BULK": 1, "ASKER": ASKER, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}
+        return constants | own, rest + ring * unit
     ring = _ring(k // THREADS, max(1, min(MAX_RING, room // (THREADS * 16))))
     programs = _registers_for(cols, _num_lane_programs(cols))
-    return constants | {"BULK": 0, "RING": ring, "PROGRAMS": programs}, rest + ring * THREADS * 16
+    return constants | {"BULK": 0, "ASKER": 0, "RING": ring, "PROGRAMS": programs}, rest + ring * THREADS * 16
 
 
 def _registers_for(cols: int, programs: int) -> int:
     """Return for how many programs a multiprocessor's registers should do."""
-    return LONE_PROGRAMS if cols == 1 else programs
+    return LONE_PROGRAMS - ASKER if cols == 1 else programs
 
 
 def _num_lane_programs(cols: int) -> int:
@@ -103,10 +106,15 @@ def _num_programs(device: torch.device, cols: int) -> int:
     return multiprocessors(device) * (1 if has_bulk_copies(device) else _num_lane_programs(cols))
 
 
+def _num_threads(device: torch.device) -> int:
+    """Return a streaming kernel's threads: with an asker, a warp more."""
+    return THREADS + 32 * (ASKER and has_bulk_copies(device))
+
+
 def _fits_units(weight: Tensor, rest: int = 64) -> bool:
     """Say whether units of a weight fit the card's shared memory in the widest step."""
     k = weight.shape[-1]
-    least = 8 * k * 2 + 8 if has_bulk_copies(weight.device) else THREADS * 16
+    least = 8 * k * 2 + 16 if has_bulk_copies(weight.device) else THREADS * 16
     return rest + _unit_bytes(k, MAX_ROWS) + least <= shared_memory(weight.device)
 
 
@@ -156,7 +164,7 @@ def project(
     source = Source.of("project", GATED=gated, **constants)
     strides = (x.stride(0), out.stride(0))
     arguments = (x, norm, weight, out, normed, num_rows, eps, *strides, n, slots)
-    launch_kernel(source, grid, THREADS, shared, arguments, launch)
+    launch_kernel(source, grid, _num_threads(weight.device), shared, arguments, launch)
 
 
 def fits_project_add(weight: Weight) -> bool:
@@ -299,7 +307,8 @@ def _run_up(
     source = Source.of("experts_up", **constants | _constants(mlp, launch))
     outs = (routing.act, shared_act, routing.expert_ids)
     arguments = (normed, scores, mlp.bias, gate_up, _plain(shared_up), *outs, num_rows, float(mlp.softcap))
-    launch_kernel(source, _num_programs(normed.device, cols), THREADS, shared, arguments, launch)
+    device = normed.device
+    launch_kernel(source, _num_programs(device, cols), _num_threads(device), shared, arguments, launch)
 
 
 def _down_bytes(mlp: SparseWeights, cols: int) -> int:

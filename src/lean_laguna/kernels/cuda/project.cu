@@ -15,7 +15,7 @@ DEVICE size_t row_at(int unit, int g, int n) {
     return (size_t)(unit * 8 + g);
 }
 
-KERNEL(WARPS * 32, PROGRAMS)
+KERNEL(THREADS, PROGRAMS)
 project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed, const int *num_rows,
         float eps, int x_stride, int out_stride, int n, int slots) {
     EXTERN_SHARED(u16, ring);
@@ -31,7 +31,6 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     stamp(STARTED);
 #if BULK
     u64 *arrivals = (u64 *)(sums + 2 * SUMS);
-    const bool asks = thread == WARPS * 32 - 1;
     // Few large copies, each of which takes a while to ask for.
     auto ask = [&](int slot, int unit) {
         u16 *to = ring + slot * UNIT;
@@ -39,10 +38,8 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         copy_bulk(to, weight + row_at(unit, 0, n) * K, (GATED ? 4 : 8) * K * 2, arrivals + slot);
         if (GATED) copy_bulk(to + 4 * K, weight + row_at(unit, 4, n) * K, 4 * K * 2, arrivals + slot);
     };
-    if (asks) {
-#pragma unroll 1
-        for (int slot = 0; slot < slots; slot++) init_arrival(arrivals + slot);
-        show_arrivals();
+    if (asks()) {
+        make_arrivals(arrivals, slots);
 #pragma unroll 1
         for (int slot = 0; slot < slots; slot++)
             if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
@@ -59,13 +56,15 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     uint4 own_scale[OWN_PIECES(K, WARPS)];
 #pragma unroll
     for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-        if (i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
+        if (warp < WARPS && i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
     // How many rows there are changes only at the end of a step.
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
     auto normalise = [&]() {
-        if (COLS == 1) {
+        if (warp >= WARPS) {
+            meet_norm(live);
+        } else if (COLS == 1) {
             normalise_row<K, WARPS>(x, own_scale, tokens, norms, eps);
             if (normed && live && blockIdx.x == 0)
                 for (int k = lane * 8; k < PART; k += 256)
@@ -75,15 +74,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         }
     };
     Tokens operands(tokens, live);
-    int buffer = 0;
-    auto add_up = [&](int unit) {
+    auto add_up = [&](int unit, const float *own_sums) {
         const int token = thread / OUTPUTS, own = thread % OUTPUTS;
         if (token < live) {
-            const float *from = sums + buffer * SUMS + token * 8 + own;
+            const float *from = own_sums + token * 8 + own;
             const float y = sum_of(from), up = GATED ? sum_of(from + 4) : 0.0f;
             out[(size_t)token * out_stride + unit * OUTPUTS + own] = GATED ? gated(y, up) : to_bf16(y);
         }
-        buffer ^= 1;
         if (unit == blockIdx.x) stamp(FIRST_DONE);
     };
 #if BULK
@@ -94,20 +91,10 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     normalise();
     stamp(PREPARED);
 #if BULK
-    operands.hold();
-    int slot = 0, parity = 0;
-    for (int unit = blockIdx.x; unit < count; unit += step) {
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        wait_for_bytes(arrivals + slot, parity);
-        operands.multiply_unit(even, odd, ring + slot * UNIT);
-        leave_sums(sums + buffer * SUMS, even, odd);
-        // Another unit's sums, and the slot, may be written once this barrier is passed.
-        __syncthreads();
-        if (asks && unit + slots * step < count) ask(slot, unit + slots * step);
-        add_up(unit);
-        if (++slot == slots) slot = 0, parity ^= 1;
-    }
+    if (warp < WARPS) operands.hold();
+    take_units(step, count, slots, ring, sums, arrivals, operands, ask, add_up);
 #else
+    int buffer = 0;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
@@ -126,7 +113,8 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                 if (ends && done < count) {
                     leave_sums(sums + buffer * SUMS, even, odd);
                     __syncthreads();
-                    add_up(done);
+                    add_up(done, sums + buffer * SUMS);
+                    buffer ^= 1;
                     for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                 }
             }

@@ -11,6 +11,8 @@
 #define STRIDE (K + 8)
 #define UNIT (8 * K)
 #define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)  // elements
+// ASKER 1: one warp more asks for units, when the others have ended their turns at a place; 0: the last of them asks.
+#define THREADS ((WARPS + ASKER) * 32)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
 // Floats set aside for the norm: a lone row's squares, or the rows' inverses.
@@ -113,6 +115,14 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
     __syncwarp();
 }
 
+// The norm's barriers, for the warp that has no part of it.
+DEVICE void meet_norm(int live) {
+    if (COLS == 1)
+        __syncthreads();
+    else
+        for (int first = 0; first < live; first += 8) __syncthreads(), __syncthreads();
+}
+
 // Leave a warp's part of a unit's sums; a barrier must follow.
 DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -126,3 +136,48 @@ DEVICE float sum_of(const float *from) {
     for (int w = 0; w < WARPS; w++) y += from[w * COLS * 8];
     return y;
 }
+
+#if BULK
+// Make the arrivals of places, and behind them where turns end; called by the thread that asks.
+DEVICE bool asks() { return threadIdx.x == THREADS - 1; }
+DEVICE void make_arrivals(u64 *arrivals, int slots) {
+#pragma unroll 1
+    for (int slot = 0; slot < slots; slot++) {
+        init_arrival(arrivals + slot);
+        if (ASKER) init_turns(arrivals + slots + slot, WARPS);
+    }
+    show_arrivals();
+}
+// Multiply a program's units as they come and call `add_up(unit, sums)` for each, and `ask(slot, unit)` for those that were
+// not asked for at first.
+template <class Ask, class AddUp>
+DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *sums, u64 *arrivals, const Tokens &operands,
+                       Ask ask, AddUp add_up) {
+    u64 *turns = arrivals + slots;
+    int slot = 0, parity = 0, buffer = 0;
+    if (ASKER && threadIdx.x >= WARPS * 32) {
+        for (int unit = blockIdx.x + slots * step; unit < count; unit += step) {
+            wait_for_turns(turns + slot, parity);
+            if (asks()) ask(slot, unit);
+            if (++slot == slots) slot = 0, parity ^= 1;
+        }
+        return;
+    }
+    for (int unit = blockIdx.x; unit < count; unit += step) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        wait_for_bytes(arrivals + slot, parity);
+        operands.multiply_unit(even, odd, ring + slot * UNIT);
+        if (ASKER) {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) end_turn(turns + slot);
+        }
+        leave_sums(sums + buffer * SUMS, even, odd);
+        // Another unit's sums, and without an asker the place, may be written once this barrier is passed.
+        sync_first(WARPS * 32);
+        if (!ASKER && asks() && unit + slots * step < count) ask(slot, unit + slots * step);
+        add_up(unit, sums + buffer * SUMS);
+        buffer ^= 1;
+        if (++slot == slots) slot = 0, parity ^= 1;
+    }
+}
+#endif
