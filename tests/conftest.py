@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ from tests.support.targets import laguna_json, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.laguna import LagunaForCausalLM
+
+# What is started in the background of a script ignores Ctrl-C, and so do its children, which tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread: the shapes here are too small to share, and two runs on two cores must not wait for each other.
 torch.set_num_threads(1)
