@@ -154,17 +154,18 @@ class DraftLengthController:
 
     def _estimates(self, key: tuple[int, int], cell: _Cell) -> Estimates:
         lengths = range(self.max_draft_tokens + 1)
-        likely_s = {}
-        if cell.current and not cell.times.is_empty:
-            batch, near = 2 ** key[1], cell.current
-            alike = [k for k in lengths[1:] if k != near and self.shape.are_alike(batch, k, near)]
-            likely_s = {k: sum(cell.times.likely(k, near)) for k in alike}
+        likely_s, alike = {}, []
+        if cell.current and cell.times.count(cell.current):
+            others = [k for k in lengths[1:] if k != cell.current]
+            likely_s = {k: sum(cell.times.likely(k, cell.current)) for k in others}
+            alike = [k for k in others if self.shape.are_alike(2 ** key[1], k, cell.current)]
         return Estimates(
             self._acceptance(key[0]).tokens_per_step(),
-            [self._step_s(cell, k, likely_s) for k in lengths],
+            [self._step_s(cell, k, likely_s if k in alike else {}) for k in lengths],
             [cell.times.count(k) or bool(cell.lender and cell.lender.count(k)) for k in lengths],
             cell.times.spread(cell.current) if cell.current is not None else 0.0,
             likely_s,
+            alike,
         )
 
     @staticmethod

@@ -6,7 +6,7 @@ with the time that they really lost, out of a budget that grows with the time sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
@@ -19,6 +19,7 @@ _STANDARD_ERRORS = 1.25  # of a median, in those of a mean
 _LEAST_GAINS = (inf, 0.1, 0.05, 0.0)  # of a length whose time was observed 0, 1, 2, 3 times
 _CLOSE, _CLOSE_WAIT = 0.8, 16  # where drafting is expected to earn that share of plain steps, wait no longer
 _DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
+_ODD = 2.0  # times what the shape says: a busy moment, more likely than what a length takes
 _LEAST_STEPS = 2  # before any trial: the first step of all tells little
 
 
@@ -54,7 +55,8 @@ class Estimates:
         step_s: Seconds of a step.
         counts: Observations that the seconds rest on.
         spread: How far one of them is usually off, as a share.
-        likely_s: Seconds of steps that are like those of the length in use, by its own.
+        likely_s: Seconds of steps by those of the length in use, as far as the usual shape is right.
+        alike: Lengths whose steps are like those of the length in use.
     """
 
     tokens: Sequence[float]
@@ -62,6 +64,7 @@ class Estimates:
     counts: Sequence[int]
     spread: float = 0.0
     likely_s: Mapping[int, float] = field(default_factory=dict)
+    alike: Collection[int] = ()
 
 
 @dataclass
@@ -136,8 +139,9 @@ class Trials:
     def _rate_by_shape(self, known: Estimates, k: int) -> float:
         """Return the tokens per second of a length by what the one in use takes, if its own time is old."""
         is_old = self.age(k) > self._patience.get(k, self.policy.recheck_close_steps)
-        likely_s = known.likely_s.get(k)
-        return known.tokens[k] / likely_s if is_old and likely_s else 0.0
+        likely_s = known.likely_s.get(k, 0.0)
+        is_odd = k in known.alike or known.step_s[k] > _ODD * likely_s
+        return known.tokens[k] / likely_s if is_old and is_odd and likely_s > 0 else 0.0
 
     def least_gain(self, known: Estimates, k: int) -> float:
         """Return the gain that a length must promise to be taken up, by what its time rests on."""
