@@ -98,6 +98,9 @@ template <int KIND> DEVICE uint4 decoded(uint4 slot, const Scales<KIND> &by, int
                       by.times(two_codes<KIND>(word, 2), chunk), by.times(two_codes<KIND>(word, 3), chunk));
 }
 
+// Registers of down, and of the kernels before and after it: 128 together.
+#define DOWN_REGISTERS (bits_of(FORMAT) == 4 ? 48 : 56)
+#define OTHER_REGISTERS (128 - DOWN_REGISTERS)
 // What a kernel knows of its weights: FORMAT of the enumeration, TALL is log2 of the rows that share FP8's scales.
 #ifndef TALL
 #define TALL 0

@@ -28,7 +28,7 @@
 #define ALL_WARPS (ALONE ? 2 * WARPS : WARPS)
 
 #if ALONE
-CAPPED_KERNEL(56)
+CAPPED_KERNEL(DOWN_REGISTERS)
 #else
 KERNEL(ALL_WARPS * 32, PROGRAMS)
 #endif
@@ -86,21 +86,35 @@ packed_down(const u16 *act, const u16 *shared_act, const u16 *scores, const floa
     const int token = thread / 16, column = blockIdx.x * 16 + thread % 16;
     u16 *out = hidden + (size_t)token * N + column;
     const bool writes = token < rows;
+    if (ALONE) __syncthreads();  // the contest is over, where sums will be
     wait_for_inputs();
     stamp(WAITED);
+    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
+#if ALONE
+    // Each warp what it multiplies itself: half of an expert's row, and a part of the shared one's.
+#pragma unroll 1
+    for (int expert = warp / 2; expert < num_slots; expert += WARPS)
+        for (int k = warp % 2 * (F / 2) + lane * 8; k < (warp % 2 + 1) * (F / 2); k += 256)
+            copy_async(tokens + expert * STRIDE + k, act + expert * F + k, true);
+    for (int k = warp / 2 * SHARED_PART + lane * 8; k < (warp / 2 + 1) * SHARED_PART; k += 256)
+        copy_async(shared_tokens + k, shared_act + k, rows > 0);
+    wait_for_copies();
+    __syncwarp();
+#else
     for (int i = thread; i < rows * A * (F / 8); i += blockDim.x)
         copy_async(tokens + i / (F / 8) * STRIDE + i % (F / 8) * 8, act + (size_t)i * 8, true);
     for (int i = thread; i < rows * (FS / 8); i += blockDim.x)
         copy_async(shared_tokens + i / (FS / 8) * SHARED_STRIDE + i % (FS / 8) * 8, shared_act + (size_t)i * 8, true);
-    const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
     wait_for_copies();
     __syncthreads();
+#endif
     stamp(PREPARED);
 #if ALONE
     float *parts = sums + 2 * WARPS * 16;  // of every expert
     auto multiply_part = [&](float (&even)[4], float (&odd)[4], const uint4 a, const uint4 a8, const u16 *x) {
         multiply_block(even, odd, a, a8, g ? zero : *(const uint4 *)x);
     };
+#pragma unroll 1
     for (int expert = warp / 2; expert < num_slots; expert += WARPS) {
         wait_for_bytes(arrivals + expert, 0);
 #pragma unroll UNROLL_EXPERTS
@@ -147,6 +161,7 @@ packed_down(const u16 *act, const u16 *shared_act, const u16 *scores, const floa
     __syncthreads();
     if (thread < WARPS * 16) {
         float first = 0.0f, last = 0.0f;
+#pragma unroll 2
         for (int expert = 0; expert < num_slots; expert++) {
             float y = parts[expert * WARPS * 16 + thread] * (FORMAT == FP4 ? own_factors[expert] : 1.0f);
             if (expert < FIRST_ONES)

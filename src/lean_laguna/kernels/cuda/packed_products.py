@@ -27,11 +27,14 @@ THREADS = 32 * WARPS
 SUM_STRIDE = 18
 """As in ``packed.cuh``."""
 MAX_SHARED = 226 << 10
-UNIT_ROOM, SMALL_ROOM = 66 << 10, 50 << 10
+KEEPS, ADD_UNROLL, DOWN_UNROLL = 1, 1, 1
+UNIT_ROOM, SMALL_ROOM = 66 << 10, 52 << 10
 """Bytes of shared memory for a team's blocks on their way, of 8 bits and of 4."""
 ONE_ONLY = 115_713
 """Bytes of which a multiprocessor of 228 KiB holds one program and no second: where two land on one,
 another has none."""
+MOST_BLOCKS = 8
+"""Of a team, for which there is room for factors: layers of several widths share code."""
 TEAMS = {1: 2, 8: 2, 16: 1}
 ADD_WARPS = 16
 DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
@@ -90,15 +93,22 @@ def project(
     grid = min(-(-units // teams), multiprocessors(x.device))
     most = -(-units // (grid * teams)) * 2 if gated else -(-n // 8 // (grid * teams))
     fixed = teams * _sums(cols) + cols * (k + 8) * 2 + (k // 2 if cols == 1 else 0)
+    blocks = max(MOST_BLOCKS, most + 1)
+    fixed += teams * blocks * 4
     places = _places(weight, block, most, fixed, teams)
+    keeps = cols == 1 and not gated and most <= min(places, MOST_BLOCKS) and bool(KEEPS)
+    sum_places = MOST_BLOCKS // 2 + 1 if keeps else 2
+    fixed += teams * (sum_places - 2) * _sums(cols) // 2
     source = Source.of(
         "packed_project",
         FORMAT=code_of(weight),
         TALL=tall,
         K=k,
-        N=n,
         WARPS=WARPS,
         PLACES=places,
+        BLOCKS=blocks,
+        KEEPS=keeps,
+        SUM_PLACES=sum_places,
         COLS=cols,
         GATED=gated,
         TEAMS=teams,
@@ -107,7 +117,7 @@ def project(
     shared = fixed + teams * places * (block + 8)
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (weight.codes, scale_words(weight, tall), factors)
-    arguments = (x, norm, *weights, out, num_rows, eps, x.stride(0), out.stride(0))
+    arguments = (x, norm, *weights, out, num_rows, n, eps, x.stride(0), out.stride(0))
     launch_kernel(source, grid, teams * THREADS, max(shared, ONE_ONLY), arguments, launch)
 
 
@@ -152,6 +162,7 @@ def project_add(
         K=k,
         N=n,
         WARPS=warps,
+        UNROLL_ADD=ADD_UNROLL,
         COLS=cols,
         PROGRAMS=1 if cols > 1 else 2 if warps == 16 else 3,
     )
@@ -247,6 +258,7 @@ def _experts_up(
     units = (up.shape[1] * mlp.top_k * cols + shared_up.shape[0]) // 16
     teams, grid = TEAMS[cols], multiprocessors(normed.device)
     fixed = teams * _sums(cols) + cols * (k + 8) * 2 + routing_bytes(*sizes) + contest_bytes(*sizes)
+    fixed += teams * 8 * min(up.shape[0], mlp.top_k * cols)
     places = _places(up, block, -(-units // (grid * teams)) * 2, fixed, teams) // 2
     source = Source.of(
         "packed_up",
@@ -292,6 +304,7 @@ def _experts_down(
         N=hidden.shape[1],
         PLACES=places,
         ALONE=is_alone,
+        UNROLL_EXPERTS=DOWN_UNROLL,
         TALL=tall,
         FORMAT=code_of(down),
         PROGRAMS=(2 if is_alone else 3) if cols == 1 else 1,

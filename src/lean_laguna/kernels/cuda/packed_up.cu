@@ -12,7 +12,7 @@
 #define STRIDE (K + 8)
 
 #if COLS == 1
-CAPPED_KERNEL(72)
+CAPPED_KERNEL(OTHER_REGISTERS)
 #else
 KERNEL(TEAMS * WARPS * 32, PROGRAMS)
 #endif
@@ -30,6 +30,7 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     float *sums = all_sums + team * 2 * WARPS * COLS * SUM_STRIDE;
     u64 *arrivals = all_arrivals + team * 2 * PLACES;
     u8 *slots = shared + team * 2 * PLACES * Own::BYTES;
+    float2 *own_factors = (float2 *)(all_arrivals + TEAMS * 2 * PLACES) + team * SLOTS;  // of each live expert's gate and up
     const int shared_units = FS / 8, step = gridDim.x * TEAMS, own = team * gridDim.x + blockIdx.x;
     int count = shared_units;  // till the routing is known
 
@@ -73,7 +74,6 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     int slot = 0, parity = 0, buffer = 0;
     wait_for_inputs();
     stamp(WAITED);
-    let_next_start();  // not before: the next kernel reads the scores before it waits
     for (int i = lane; i < live * (PART / 8); i += 32) {  // each warp what it multiplies itself
         const int at = i % (PART / 8) * 8 + warp * PART, token = i / (PART / 8);
         copy_async(tokens + token * STRIDE + at, x + (size_t)token * K + at, true);
@@ -86,6 +86,11 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     count = shared_units + routing.num_slots * (F / 8);
     stamp(ROUTED);
     ask_first(shared_units);
+    // Not before: the next kernel reads the scores before it waits, and its weights can come after these.
+    let_next_start();
+    if (FORMAT == FP4)
+        for (int i = thread; i < routing.num_slots; i += WARPS * 32)
+            own_factors[i] = make_float2(factors[routing.experts[i] * 3], factors[routing.experts[i] * 3 + 1]);
     wait_for_copies();
     __syncwarp();
     if (blockIdx.x == gridDim.x - 1)
@@ -96,11 +101,6 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
     for (int unit = own; unit < count; unit += step) {
         float even[HALVES][4] = {}, odd[HALVES][4] = {};
         const int routed = unit - shared_units;
-        float2 by = shared_factors;
-        if (FORMAT == FP4 && routed >= 0 && token < live) {
-            const float *from = factors + routing.experts[routed / (F / 8)] * 3;
-            by = make_float2(from[0], from[1]);
-        }
         const u8 *from = slots + 2 * slot * Own::BYTES;
         wait_for_bytes(arrivals + 2 * slot, parity);
         wait_for_bytes(arrivals + 2 * slot + 1, parity);
@@ -117,7 +117,10 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
                     gate += from[w * COLS * SUM_STRIDE];
                     up += from[w * COLS * SUM_STRIDE + 8];
                 }
-                if (FORMAT == FP4) gate *= by.x, up *= by.y;
+                if (FORMAT == FP4) {
+                    const float2 by = routed < 0 ? shared_factors : own_factors[routed / (F / 8)];
+                    gate *= by.x, up *= by.y;
+                }
                 const u16 y = gated(gate, up);
                 if (routed < 0)
                     shared_act[token * FS + unit * 8 + n] = y;
