@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_laguna.core.files import atomic_write_json, atomic_write_text
+from lean_laguna.core.files import atomic_write_json, atomic_write_text, require_writable
 from lean_laguna.core.provenance import checkpoint_hash, describe_run
 from lean_laguna.engine.loading import resolve_device
 from lean_laguna.models.catalog import resolve_model
@@ -140,6 +140,12 @@ def main() -> None:
     parser.add_argument("--apply", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if min(*args.fit, *args.check) < 1:
+        parser.error("--fit and --check take numbers of texts from 1")
+    made = args.out / "nano-dspark"
+    made.mkdir(parents=True, exist_ok=True)  # before the hour's work, not after it
+    for file in (args.out / "calibration.json", made / "config.json", made / "model.safetensors"):
+        require_writable(file)
     began = time.monotonic()
     device = resolve_device(args.device)
     torch.set_float32_matmul_precision("high")
@@ -180,10 +186,7 @@ def main() -> None:
         result[kind] = found | {"temperatures": fitted[kind].temperatures, "biases": fitted[kind].biases}
         own = found[f"served_{SERVED_DRAFTS}"]
         print(f"{time.monotonic() - began:6.1f} s  {kind}: {json.dumps(own)}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     atomic_write_json(args.out / "calibration.json", result)
-    made = args.out / "nano-dspark"
-    made.mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         (made / name).write_bytes((shipped / name).read_bytes())
     write_calibration(made, fitted)
