@@ -44,17 +44,11 @@ LONE_ADD_PACE = 4
 MAX_EXPERTS = 256
 
 
-def _ring(num_loads: int, most: int = 0) -> int:
+def _ring(num_loads: int, most: int) -> int:
     """Return a ring's length: units as a whole if they fit, otherwise an even part of one."""
-    most = most or MAX_RING
     if num_loads <= most:
         return num_loads * (most // num_loads)
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
-
-
-def _is_bulk(weight: Weight) -> bool:
-    """Say whether rows come by the copy engine."""
-    return isinstance(weight, Tensor) and has_bulk_copies(weight.device)
 
 
 def _unit_bytes(k: int, cols: int) -> int:
