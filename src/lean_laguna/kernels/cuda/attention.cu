@@ -5,10 +5,10 @@
 // divisor of KEY_PARTS; COLS rows at most.
 // The context is cut at absolute multiples of 128 keys. Split s belongs to part s % KEY_PARTS, and sixteen of its keys to
 // each warp of the program that has the part: there each warp is on its own, with a running softmax. Then the warps' sums
-// are added, and handed over to the programs of the cluster, each of which adds up its own dimensions over the parts,
+// are added, and handed over to programs of the cluster, each of which adds up its own dimensions over the parts,
 // always in the same order. A split or part that a row does not see changes nothing of the row. So a row's bits are
 // its own, alone or beside others, and do not follow the size of the cluster.
-// No program leaves a cluster that has a task before all of it have handed their sums over to it.
+// No program leaves before it has all that is handed over to it.
 #include "common.cuh"
 
 #define WARPS 8
@@ -21,7 +21,9 @@
 #define STRIDE (P + 8)
 #define TILE (2 * KEYS * STRIDE)
 #define SUM_STRIDE (P + 8)
-#define OWN (P / CLUSTER)
+// Programs of a cluster that add up parts, each some of the dimensions.
+#define OWNERS (CLUSTER >= 8 ? 8 : CLUSTER >= 4 ? 4 : CLUSTER >= 2 ? 2 : 1)
+#define OWN (P / OWNERS)
 #define SLICES (P / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
@@ -293,11 +295,11 @@ DEVICE void hand_over(const Task &task, int part, const u16 *tiles, const float2
         }
         const int slot = part * QUERIES + query;
         send4((float4 *)(inbox + slot * OWN + lane * 4 % OWN), lane * 4 / OWN, sum, arrival);
-        if (lane < CLUSTER) send2(inbox_stats + slot, lane, make_float2(highest, total), arrival);
+        if (lane < OWNERS) send2(inbox_stats + slot, lane, make_float2(highest, total), arrival);
     }
 }
 
-// What is handed over to each program of the cluster.
+// What is handed over to each program that adds up parts.
 DEVICE u32 expected_bytes(const Task &task) {
     return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
 }
@@ -350,7 +352,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     }
     __syncthreads();
     int index = blockIdx.x / CLUSTER;
-    if (thread == 0 && find_task(task, index, rows, num_requests)) {
+    if (thread == 0 && find_task(task, index, rows, num_requests) && rank < OWNERS) {
         init_arrival(arrival);
         show_arrivals();
         expect_bytes(arrival, expected_bytes(task));
@@ -450,17 +452,19 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         }
         if (!may_hand_over) wait_for_cluster();
         stamp(FIRST_DONE);
-        wait_for_bytes(arrival, parity);
-        parity ^= 1;
-        for (int i = thread; i < task.num_queries * (OWN / 2); i += WARPS * 32) {
-            const int query = i / (OWN / 2);
-            add_parts(task, query, rank * OWN + i % (OWN / 2) * 2, i == thread ? gate : gate_of(task, query, qkv), inbox,
-                      inbox_stats, out);
+        if (rank < OWNERS) {
+            wait_for_bytes(arrival, parity);
+            parity ^= 1;
+            for (int i = thread; i < task.num_queries * (OWN / 2); i += WARPS * 32) {
+                const int query = i / (OWN / 2), d = rank * OWN + i % (OWN / 2) * 2;
+                add_parts(task, query, d, i == thread ? gate : gate_of(task, query, qkv), inbox, inbox_stats, out);
+            }
         }
         if (COLS == 1) break;
         index += gridDim.x / CLUSTER;
         __syncthreads();
-        if (thread == 0 && find_task(task, index, rows, num_requests)) expect_bytes(arrival, expected_bytes(task));
+        if (thread == 0 && find_task(task, index, rows, num_requests) && rank < OWNERS)
+            expect_bytes(arrival, expected_bytes(task));
         __syncthreads();
         goes_on = task.num_queries > 0;
         if (goes_on) arrive_at_cluster();  // the next task's parts may be handed over

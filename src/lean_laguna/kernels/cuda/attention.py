@@ -34,7 +34,14 @@ def cluster_programs(shape: AttentionShape, cols: int) -> int:
 
     Of many rows there are many tasks: fewer programs each, so that all have room at once.
     """
-    return PARTS if cols == 1 or (cols == 8 and not shape.window) else 4
+    if cols == 1 or (cols == 8 and not shape.window):
+        return PARTS
+    return 4 if cols == 8 or not shape.window else 2
+
+
+def _dims(cluster: int, head_dim: int) -> int:
+    """Return the dimensions in which one of the programs that do so adds up the parts."""
+    return head_dim // (1 << min(3, cluster.bit_length() - 1))
 
 
 def num_queries(shape: AttentionShape, cols: int) -> int:
@@ -45,7 +52,7 @@ def num_queries(shape: AttentionShape, cols: int) -> int:
 def _shared_bytes(shape: AttentionShape, cols: int) -> int:
     """Return the bytes of shared memory of a program."""
     queries = num_queries(shape, cols)
-    own_dims = shape.head_dim // cluster_programs(shape, cols)
+    own_dims = _dims(cluster_programs(shape, cols), shape.head_dim)
     # Keys and values of a split, queries, keys and values of the step's rows; peaks and totals of warps and
     # parts, sums of parts in the program's own dimensions; where rows stand, the task, an arrival.
     vectors = 2 * SPLIT + queries + 2 * cols
@@ -107,7 +114,10 @@ def attend(
     )
     num_clusters = heads * cdiv(shape.num_heads // heads, queries)
     if cols > 1:
-        num_clusters = min(cols * num_clusters, max(1, PROGRAMS * multiprocessors(qkv.device) // cluster))
+        num_clusters = min(
+            cols * num_clusters,
+            max(1, PROGRAMS * multiprocessors(qkv.device) // cluster),
+        )
     arguments = (
         qkv,
         out,

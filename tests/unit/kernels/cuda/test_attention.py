@@ -9,6 +9,7 @@ from lean_laguna.kernels.cuda import attention as module
 from lean_laguna.kernels.cuda.attention import attend
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch
+from support.cuda_emulation import late_inputs
 from support.kernel_twins import EPS, Scene
 
 FULL = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=128, rotary_dim=64)
@@ -17,9 +18,11 @@ SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=1
 
 @pytest.fixture
 def small_clusters(monkeypatch):
-    """Two programs a cluster, so that a small test's programs have several splits."""
-    monkeypatch.setattr(module, "PARTS", 4)
-    monkeypatch.setattr(module, "cluster_programs", lambda shape, cols: 4 if cols == 1 else 2)
+    """Few parts and programs, so that a small test's have several splits and parts."""
+    monkeypatch.setattr(module, "PARTS", 6)
+    monkeypatch.setattr(
+        module, "cluster_programs", lambda shape, cols: 6 if cols == 1 else 3 if cols == 8 else 2
+    )
 
 
 def scene_of(shape, contexts, counts, draw, poisoned, device):
@@ -68,7 +71,7 @@ def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shap
 
 
 @pytest.mark.usefixtures("small_clusters")
-@pytest.mark.parametrize("shape", [FULL, SLIDING])
+@pytest.mark.parametrize("shape", [FULL, SLIDING, dataclasses.replace(FULL, num_heads=18, num_kv_heads=1)])
 def test_a_verified_row_has_the_bits_of_plain_decoding(draw, poisoned, device, shape):
     before, n = 381, 7
     block = scene_of(shape, [before], [n], draw, poisoned, device)
@@ -119,3 +122,16 @@ def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, counts, cols):
     assert run(scene, cols).isnan().all()
     for pages, kept in zip(scene.cache, before, strict=True):
         assert torch.equal(pages.view(torch.int16), kept.view(torch.int16))
+
+
+@pytest.mark.usefixtures("small_clusters")
+@pytest.mark.parametrize("cols", [1, 8])
+def test_what_the_kernel_before_leaves_is_read_after_the_wait_alone(draw, poisoned, device, cols):
+    scene = scene_of(FULL, [300], [1], draw, poisoned, device)
+    values = scene.qkv.clone()
+    expected = run(scene, cols)[0].clone()
+    scene.out.fill_(float("nan"))
+    if device == "cpu":
+        scene.qkv.fill_(float("nan"))
+        late_inputs.append((scene.qkv, values))
+    assert torch.equal(run(scene, cols)[0].view(torch.int16), expected.view(torch.int16))
