@@ -28,7 +28,7 @@ SUM_STRIDE = 18
 """As in ``packed.cuh``."""
 MAX_SHARED = 226 << 10
 KEEPS, ADD_UNROLL, DOWN_UNROLL = 1, 1, 1
-UNIT_ROOM, SMALL_ROOM = 66 << 10, 52 << 10
+UNIT_ROOM, SMALL_ROOM = 66 << 10, 50 << 10
 """Bytes of shared memory for a team's blocks on their way, of 8 bits and of 4."""
 ONE_ONLY = 115_713
 """Bytes of which a multiprocessor of 228 KiB holds one program and no second: where two land on one,

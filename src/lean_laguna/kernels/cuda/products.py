@@ -28,7 +28,7 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
-ASKER = 0
+ASKER = 1
 """Whether a warp of its own asks for units, instead of one that multiplies."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
