@@ -50,9 +50,16 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
-        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
-            raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+        fault = error if isinstance(error, OSError) else error.__context__  # torch.save hides it in its own
+        if isinstance(fault, OSError) and fault.errno in _DISK_FAULTS:
+            raise ConfigError(f"cannot write {target}: {fault.strerror}") from None
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed ``atomic_writer`` blocks left in a folder that one program alone writes to."""
+    for left in folder.glob(".*.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

@@ -48,13 +48,11 @@ def git_commit() -> str | None:
     None where the package does not run from a git checkout.
     """
     folder = Path(__file__).resolve().parent
-    commit = _output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    if (
-        commit is None
-        or _output_of(["git", "-C", str(folder), "ls-files", "--error-unmatch", __file__]) is None
-    ):
+    git = ["git", "--no-optional-locks", "-C", str(folder)]  # someone may be committing meanwhile
+    commit = _output_of([*git, "rev-parse", "HEAD"])
+    if commit is None or _output_of([*git, "ls-files", "--error-unmatch", __file__]) is None:
         return None  # an installed copy may lie inside some other project's checkout
-    changes = _output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    changes = _output_of([*git, "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}+dirty" if changes else commit
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.core.errors import ConfigError, DataError
-from lean_laguna.core.files import atomic_write_json, parse_json
+from lean_laguna.core.files import atomic_write_json, atomic_writer, parse_json, remove_unfinished
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.documents import Packed
 from lean_laguna.train.drafter_forward import TargetStates
@@ -153,11 +153,15 @@ def _shard(folder: Path, index: int) -> Path:
 
 def _claim(folder: Path, meta: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(folder)
     file = folder / META
     if not file.exists():
         atomic_write_json(file, meta)
         return
-    stored = parse_json(file.read_text(encoding="utf-8"))
+    try:
+        stored = dict(parse_json(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        raise DataError(f"'{file}' is damaged; remove the folder to have the states computed again") from None
     names = [name for name, value in meta.items() if stored.get(name) != value]
     if names:
         raise ConfigError(
@@ -170,16 +174,12 @@ def _write_shard(
     file: Path, packed: Packed, target: LagunaForCausalLM, layer_ids: tuple[int, ...], rows: Tensor
 ) -> None:
     device = target.lm_head.weight.device
-    beside = file.with_suffix(".tmp")
-    with beside.open("wb") as out:
+    with atomic_writer(file) as out:
         for row in rows.tolist():
             tokens = packed.tokens[row : row + 1].long().to(device)
             owners = packed.document_ids[row : row + 1].to(device)
             features = compute_features(target, tokens, layer_ids, owners)
             out.write(features.cpu().contiguous().view(torch.int16).numpy().tobytes())
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(beside, file)
 
 
 def _free_bytes(folder: Path) -> int:

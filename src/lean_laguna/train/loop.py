@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.core.errors import CheckpointError, DataError
+from lean_laguna.core.files import atomic_writer
 from lean_laguna.train.optimizer import AnyOptimizer, make_optimizer
 from lean_laguna.train.processes import (
     Processes,
@@ -227,9 +227,8 @@ def _save(path: Path, task: Task, optimizer: AnyOptimizer, state: _State, proces
         "state": {"step": state.step, "elapsed_s": state.elapsed_s, "lr_scale": state.lr_scale},
     }
     if processes.is_first:
-        beside = path.with_suffix(".tmp")
-        torch.save(held, beside)
-        os.replace(beside, path)
+        with atomic_writer(path) as file:
+            torch.save(held, file)
     processes.wait()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.files import atomic_write_json
+from lean_laguna.core.files import atomic_write_json, remove_unfinished
 
 ResumeMode = Literal["auto", "yes", "no"]
 # What reading a file of torch.save may raise when it is cut short or something else.
@@ -43,6 +43,7 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
         ConfigError: The state belongs to another run, or there is none and ``resume`` is ``yes``.
     """
     work.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(work)
     mine = json.loads(json.dumps(identity))
     has_state = (work / STATE).exists() and resume != "no"
     if resume == "yes" and not has_state:

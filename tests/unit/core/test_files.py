@@ -10,6 +10,7 @@ from lean_laguna.core.files import (
     atomic_write_text,
     atomic_writer,
     parse_json,
+    remove_unfinished,
     require_writable,
     sha256_file,
     sha256_text,
@@ -53,6 +54,29 @@ def test_a_full_disk_names_the_file_and_leaves_no_other(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*a: No space left on device"):
         write()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_behind_another_s_error_is_one_too(tmp_path):
+    """As torch.save has it, which closes its archive on the way out and fails again."""
+
+    def write():
+        with atomic_writer(tmp_path / "a"):
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            finally:
+                raise RuntimeError("unexpected pos 768 vs 662")
+
+    with pytest.raises(ConfigError, match=r"cannot write .*a: No space left on device"):
+        write()
+
+
+def test_what_killed_writers_left_is_removed(tmp_path):
+    with atomic_writer(tmp_path / "a") as file:
+        file.write(b"x")
+        (left,) = tmp_path.iterdir()
+        os.link(left, tmp_path / ".a.killed.tmp")
+    remove_unfinished(tmp_path)
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_path):

@@ -53,6 +53,15 @@ def test_a_changed_tree_is_marked(monkeypatch):
     assert git_commit() == "abc+dirty"
 
 
+def test_the_commit_is_found_without_a_lock_in_anyone_s_checkout(monkeypatch):
+    """A `git status` that takes one writes the index, and makes a commit meanwhile fail."""
+    commands = []
+    monkeypatch.setattr(provenance, "_output_of", lambda command: commands.append(command) or "abc")
+    git_commit()
+    assert commands
+    assert all(command[:2] == ["git", "--no-optional-locks"] for command in commands)
+
+
 def test_a_checkpoint_s_hash_follows_its_bytes_and_names(checkpoint):
     first = checkpoint_hash(checkpoint)
     assert checkpoint_hash(checkpoint) == first

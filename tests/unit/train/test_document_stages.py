@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import resource
 import time
 
 import pytest
@@ -196,6 +197,32 @@ def test_a_resumed_run_has_the_loss_curve_and_weights_of_an_uninterrupted_one(
     monkeypatch.undo()
     train(folder, tmp_path / "cut", steps=6, accumulate=2, kind=kind)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_a_full_disk_names_the_state_and_the_next_run_goes_on(folder, tmp_path):
+    """Here a limit on the size of files plays the disk."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    train(folder, tmp_path / "whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write .*state.pt: File too large"):
+            train(folder, tmp_path / "cut")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.name for file in (tmp_path / "cut" / "work").iterdir()] == ["run.json"]
+    train(folder, tmp_path / "cut")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[1]", b"\xff"])
+def test_a_damaged_note_of_the_features_is_refused(folder, tmp_path, damaged):
+    train(folder, tmp_path, features=tmp_path / "features")
+    (note,) = (tmp_path / "features").glob("*.json")
+    note.write_bytes(damaged)
+    with pytest.raises(DataError, match="is damaged; remove the folder"):
+        train(folder, other_folder(tmp_path), features=tmp_path / "features")
 
 
 @pytest.mark.parametrize(
