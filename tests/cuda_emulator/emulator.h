@@ -150,7 +150,6 @@ static inline void __syncthreads() {
 }
 using emulator::arrive_at_cluster;
 using emulator::wait_for_cluster;
-static inline void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
