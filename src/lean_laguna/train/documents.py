@@ -165,11 +165,13 @@ def pack(documents: Sequence[Document], length: int) -> Packed:
     rows: list[list[Document]] = []
     room: list[int] = []
     order = sorted(range(len(documents)), key=lambda i: (-len(documents[i].tokens), i))
+    place = size = 0  # no row before this place has room for this size
     for i in order:
-        size = len(documents[i].tokens)
-        place = next((r for r, left in enumerate(room) if left >= size), None)
-        if place is None:
-            place = len(rows)
+        if len(documents[i].tokens) != size:
+            place, size = 0, len(documents[i].tokens)
+        while place < len(rows) and room[place] < size:
+            place += 1
+        if place == len(rows):
             rows.append([])
             room.append(length)
         rows[place].append(documents[i])

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -97,3 +98,24 @@ def test_packing_keeps_documents_whole_and_apart():
     assert found == dict(enumerate(sizes))
     assert len(packed.tokens) <= -(-sum(sizes) // 16) + 3
     assert packed.sha256 == pack(documents, 16).sha256 != pack(documents[1:], 16).sha256
+
+
+def test_packing_takes_no_time_for_each_document_and_row():
+    """Looking through all rows for each document takes half a minute here."""
+    sizes = torch.randint(3, 9, (40_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    written = {n: torch.ones(n, dtype=torch.bool) for n in range(3, 9)}
+    documents = [
+        Document(str(i), torch.full((n,), i, dtype=torch.int32), written[n]) for i, n in enumerate(sizes)
+    ]
+    began = time.process_time()
+    pack(documents, 8)
+    assert time.process_time() - began < 10
+    few = documents[:200]
+    rows: list[list[int]] = []
+    for document in sorted(few, key=lambda d: -len(d.tokens)):
+        fits = (row for row in rows if len(row) + len(document.tokens) <= 8)
+        row = next(fits, None)
+        if row is None:
+            rows.append(row := [])
+        row += document.tokens.tolist()
+    assert pack(few, 8).tokens.tolist() == [row + [0] * (8 - len(row)) for row in rows]
