@@ -28,7 +28,8 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a binary file that takes the place of ``path`` only when the block ends without an exception.
 
     The data is written beside ``path`` and renamed over it, so a reader sees the old file or the new one, and
-    an interrupt leaves neither a half-written file nor a temporary one.
+    an interrupt leaves neither a half-written file nor a temporary one. A link stays one: what it leads to is
+    replaced. A device or a pipe is written to as it is.
 
     Raises:
         ConfigError: The folder is missing or cannot be written to, or the disk is full.
@@ -36,8 +37,16 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
+    if _is_special(target):
+        try:
+            with target.open("wb") as device:
+                yield device
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+        return
+    place = _place(target)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
     try:
@@ -46,7 +55,7 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files for the owner alone; results are for everyone
-        os.replace(name, target)
+        os.replace(name, place)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -124,13 +133,16 @@ def require_writable(path: str | os.PathLike[str]) -> None:
     try:
         if target.is_dir():
             raise ConfigError(f"cannot write {target}: it is a folder; give a file name")
-        if not target.parent.is_dir():
-            raise ConfigError(f"cannot write {target}: the folder {target.parent} does not exist")
+        if _is_special(target):
+            return
+        place = _place(target)
+        if not place.parent.is_dir():
+            raise ConfigError(f"cannot write {target}: the folder {place.parent} does not exist")
         # Tried, not asked: permissions say nothing about a read-only or a special file system.
-        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent):
+        with tempfile.NamedTemporaryFile(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent):
             pass
     except PermissionError:
-        raise ConfigError(f"cannot write {target}: no permission to write in {target.parent}") from None
+        raise ConfigError(f"cannot write {target}: no permission to write in {place.parent}") from None
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
 
@@ -147,6 +159,16 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 def sha256_text(text: str) -> str:
     """Return the SHA-256 of a text's UTF-8 bytes as 64 hex digits."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether a path is a device or a pipe, whose place no file must take."""
+    return path.exists() and not path.is_file()
+
+
+def _place(path: Path) -> Path:
+    """Return the file that a path, maybe a link, leads to."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _umask() -> int:

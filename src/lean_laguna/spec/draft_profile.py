@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.files import parse_json
+from lean_laguna.core.files import atomic_write_text, parse_json
 
 
 def save_profile(profile: Mapping[str, Any], path: Path) -> None:
     """Write ``DraftLengthController.to_dict()``; the file is replaced whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    atomic_write_text(path, json.dumps(profile, indent=1) + "\n")
 
 
 def load_profile(path: Path) -> dict[str, Any]:

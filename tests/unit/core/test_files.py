@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+import stat
 
 import pytest
 
@@ -43,6 +44,35 @@ def test_an_interrupt_leaves_the_old_file_and_no_other(tmp_path, interrupt):
         write()
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/file")
+    for text in ("new", "newer"):
+        require_writable(tmp_path / "link")
+        atomic_write_text(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "elsewhere" / "file").read_text() == text
+    assert len(os.listdir(tmp_path / "elsewhere")) == 1
+
+
+def test_a_device_is_written_to_and_stays():
+    ours, theirs = os.openpty()
+    try:
+        device = os.ttyname(theirs)
+        require_writable(device)
+        atomic_write_text(device, "said")
+        assert os.read(ours, 10) == b"said"
+        assert stat.S_ISCHR(os.stat(device).st_mode)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_full_device_is_named():
+    with pytest.raises(ConfigError, match="cannot write /dev/full: No space left on device"):
+        atomic_write_text("/dev/full", "x")
 
 
 def test_a_full_disk_names_the_file_and_leaves_no_other(tmp_path):
