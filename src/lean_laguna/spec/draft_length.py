@@ -31,7 +31,7 @@ _PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps betwee
 _PLAN_EVERY = 16  # choices, from then on: a look costs as much as some kernels
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
-_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = 5e-5, 0.01, 8  # what learning takes, and may take of a step
+_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = 5e-5, 0.01, 32  # what learning takes, and may take of a step
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
