@@ -130,9 +130,9 @@ def target_weights(
 
 def _takes_packed(device: torch.device) -> bool:
     """Say whether the CUDA C++ kernels of packed weights run on a device."""
-    from lean_laguna.kernels.cuda.driver import has_bulk_copies
+    from lean_laguna.kernels.cuda.packed_products import takes_packed
 
-    return has_bulk_copies(device)
+    return takes_packed(device)
 
 
 def _target_layer(

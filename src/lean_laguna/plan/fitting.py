@@ -91,7 +91,7 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
     workspace = memory.workspace(wish.context, wish.num_streams)
     weights = loaded_bytes(target.inventory, limits)
     drafter_bytes = loaded_bytes(drafter.inventory, limits) if drafter else 0
-    words = _scale_words(target.inventory, limits)
+    words = _scale_words(target.inventory, limits, room)
     workspace |= {"scales, as the kernels take them": words} if words else {}
     used = weights + drafter_bytes + sum(workspace.values()) + budget.total_bytes
     beside = room.total_bytes - weights - drafter_bytes - words
@@ -118,12 +118,17 @@ def _ours(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> di
     }
 
 
-def _scale_words(inventory: Inventory, limits: EngineLimits) -> int:
+_ROOMY = ("b200", "h200", "h100", "h100-nvl")
+
+
+def _scale_words(inventory: Inventory, limits: EngineLimits, room: Room) -> int:
     """Return what scales of packed weights take once more.
 
-    NVFP4's take two bytes each, others at most four for 64 columns of a row.
+    NVFP4's take two bytes each, others at most four for 64 columns of a row. Only the kernels of cards with
+    much shared memory want them; one that is not known here is counted among these.
     """
-    if not limits.is_on_gpu:
+    others = {card.name for name, card in CARDS.items() if name not in _ROOMY}
+    if not limits.is_on_gpu or room.origin in others:
         return 0
     return sum(
         group.num_weights // (8 if group.number_format.startswith("NVFP4") else 16)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source
-from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors
+from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import (
     code_of,
     expert_factors,
@@ -41,6 +42,11 @@ DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 """The same for experts of the second product, by columns."""
 
 
+def takes_packed(device: torch.device) -> bool:
+    """Say whether a device has what these kernels need: the copy engine, and a Hopper's shared memory."""
+    return has_bulk_copies(device) and shared_memory(device) >= MAX_SHARED
+
+
 def _widths(weight: Packed, tall: int) -> tuple[int, int]:
     """Return the bytes of 8 rows' codes and of their words of scales."""
     columns = weight.shape[-1]
@@ -70,7 +76,7 @@ def _places(weight: Packed, block_bytes: int, most: int, fixed: int, teams: int)
 def fits_project(weight: Packed, *, gated: bool) -> bool:
     """Say whether ``project`` takes a weight [N, K], or [2N, K] gate and up rows."""
     n, k = weight.shape
-    return n % 16 == 0 and k <= 4096 and fits(weight) and has_bulk_copies(weight.device)
+    return n % 16 == 0 and k <= 4096 and fits(weight) and takes_packed(weight.device)
 
 
 def project(
@@ -144,7 +150,7 @@ def fits_project_add(weight: Packed) -> bool:
         k % 512 == 0
         and n % 16 == 0
         and fits(weight, pairs=True)
-        and has_bulk_copies(weight.device)
+        and takes_packed(weight.device)
         and all(_add_shared(weight, tall_log(weight), cols) <= MAX_SHARED for cols in (1, 16))
     )
 
@@ -195,7 +201,7 @@ def fits_experts(mlp: SparseWeights) -> bool:
         and fits(shared)
         and fits(down, pairs=True)
         and fits(last, pairs=True)
-        and has_bulk_copies(up.device)
+        and takes_packed(up.device)
         and up.shape[-1] <= 4096
         and down.shape[-1] % 512 == 0
         and last.shape[-1] % 512 == 0

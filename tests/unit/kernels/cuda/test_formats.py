@@ -175,7 +175,7 @@ def launched(monkeypatch):
     found = []
     monkeypatch.setattr(packed_products, "launch_kernel", lambda *call: found.append(call[3]))
     monkeypatch.setattr(packed_products, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(packed_products, "has_bulk_copies", lambda _: True)
+    monkeypatch.setattr(packed_products, "takes_packed", lambda _: True)
     for name in ("scale_words", "unit_factors", "pair_factors", "expert_factors"):
         monkeypatch.setattr(packed_products, name, lambda *_, **__: None)
     return found
