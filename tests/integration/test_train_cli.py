@@ -172,3 +172,14 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folders, tmp_path, 
     assert status == 2
     assert "'vocab_size' is 300" in captured.err
     assert not (tmp_path / "o").exists()
+
+
+def test_answers_need_no_drafter_and_are_the_same_with_one(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Add two numbers."}\n{"prompt": "Reverse a text."}\n')
+    for drafter in ("none", "nano-dflash"):
+        words = ["--prompts", prompts, "--target", "nano", "--drafter", drafter, "--max-tokens", "8"]
+        argv = ["train", "responses", *words, "--out", tmp_path / f"{drafter}.jsonl", "--device", "cpu"]
+        assert main([str(word) for word in argv]) == 0
+        capsys.readouterr()
+    assert (tmp_path / "none.jsonl").read_bytes() == (tmp_path / "nano-dflash.jsonl").read_bytes()

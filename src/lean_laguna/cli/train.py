@@ -194,7 +194,7 @@ def _responses(args: argparse.Namespace, started: float, terminal: Terminal) -> 
             args.out,
             ResponseOptions(thinking=thinking, **chosen),
             device=args.device or "auto",
-            drafter=args.drafter,
+            drafter=None if args.drafter == "none" else args.drafter,
             is_given=bool(args.given),
             report=terminal.note,
             echo=progress.show,
