@@ -105,9 +105,6 @@ template <int KIND> DEVICE uint4 decoded(uint4 slot, const Scales<KIND> &by, int
 #ifndef TALL
 #define TALL 0
 #endif
-#ifndef UNROLL_ITEMS
-#define UNROLL_ITEMS 4
-#endif
 DEVICE constexpr bool is_tall(int format) { return format == FP8 && TALL > 0; }
 
 // Weights lie by 8 rows, and there by items in the order of K: what a warp's lanes multiply at once, 16 bytes each
@@ -137,7 +134,7 @@ template <int KIND, int LENGTH, int PARTS> struct Rows8 {
                                        bool has_second, const u16 *tokens, int stride, int live, int warp) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll UNROLL_ITEMS
+#pragma unroll 4
         for (int i = 0; i < ITEMS; i++) {
             const int item = warp * ITEMS + i, word = word_at(item, g, t);
             const uint4 w = *(const uint4 *)(first + item * 512 + lane * 16);

@@ -9,9 +9,6 @@
 #define STAGED (COLS == 1)
 #define HALVES (COLS > 8 ? 2 : 1)
 #define BLOCKS (PART / 32)
-#ifndef UNROLL_ADD
-#define UNROLL_ADD 1
-#endif
 #define AHEAD (BLOCKS % 4 || HALVES > 1 ? 2 : 4)
 
 KERNEL(WARPS * 32, PROGRAMS)
@@ -65,7 +62,7 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
     stamp(PREPARED);
     wait_for_bytes(arrival, 0);
-#pragma unroll UNROLL_ADD
+#pragma unroll 1
     for (int first = 0; first < BLOCKS; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i += 2) {

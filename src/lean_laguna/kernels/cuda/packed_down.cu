@@ -14,9 +14,6 @@
 #define STRIDE (F + 8)
 #define SHARED_STRIDE (FS + 8)
 #define HALVES (COLS > 8 ? 2 : 1)
-#ifndef UNROLL_EXPERTS
-#define UNROLL_EXPERTS 1
-#endif
 // Of a token's experts.
 #define FIRST_ONES ((A + 1) / 2)
 // Experts whose places are used again together.
@@ -117,7 +114,7 @@ packed_down(const u16 *act, const u16 *shared_act, const u16 *scores, const floa
 #pragma unroll 1
     for (int expert = warp / 2; expert < num_slots; expert += WARPS) {
         wait_for_bytes(arrivals + expert, 0);
-#pragma unroll UNROLL_EXPERTS
+#pragma unroll 1
         for (int i = 0; i < WARPS / 2; i++) {
             const int part = warp % 2 * (WARPS / 2) + i;
             const u16 *x = tokens + expert * STRIDE + part * PART + 8 * t;

@@ -28,7 +28,6 @@ THREADS = 32 * WARPS
 SUM_STRIDE = 18
 """As in ``packed.cuh``."""
 MAX_SHARED = 226 << 10
-KEEPS, ADD_UNROLL, DOWN_UNROLL = 1, 1, 1
 UNIT_ROOM, SMALL_ROOM = 66 << 10, 50 << 10
 """Bytes of shared memory for a team's blocks on their way, of 8 bits and of 4."""
 ONE_ONLY = 115_713
@@ -102,7 +101,7 @@ def project(
     blocks = max(MOST_BLOCKS, most + 1)
     fixed += teams * blocks * 4
     places = _places(weight, block, most, fixed, teams)
-    keeps = cols == 1 and not gated and most <= min(places, MOST_BLOCKS) and bool(KEEPS)
+    keeps = cols == 1 and not gated and most <= min(places, MOST_BLOCKS)
     sum_places = MOST_BLOCKS // 2 + 1 if keeps else 2
     fixed += teams * (sum_places - 2) * _sums(cols) // 2
     source = Source.of(
@@ -168,7 +167,6 @@ def project_add(
         K=k,
         N=n,
         WARPS=warps,
-        UNROLL_ADD=ADD_UNROLL,
         COLS=cols,
         PROGRAMS=1 if cols > 1 else 2 if warps == 16 else 3,
     )
@@ -310,7 +308,6 @@ def _experts_down(
         N=hidden.shape[1],
         PLACES=places,
         ALONE=is_alone,
-        UNROLL_EXPERTS=DOWN_UNROLL,
         TALL=tall,
         FORMAT=code_of(down),
         PROGRAMS=(2 if is_alone else 3) if cols == 1 else 1,

@@ -1,9 +1,10 @@
 // project.cu with packed weights: normalise and project, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES for blocks of 8 weight
-// rows on their way; KEEPS 1: they are all of a lone row's, whose sums are added up at the end, in SUM_PLACES. Two blocks are the 16 rows of the matrix instruction
-// (GATED: of gate and of up), tokens its columns. A program is TEAMS of WARPS, each with weights of its own; each warp
-// takes its own part of K, the parts are added in warp order.
+// -D: K, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES for blocks of 8 weight rows
+// on their way; BLOCKS that a team has at most; KEEPS 1: all of a lone row's blocks have places, and their sums too
+// (SUM_PLACES), which are added up at the end. Two blocks are the 16 rows of the matrix instruction (GATED: of gate and of
+// up), tokens its columns. A program is TEAMS of WARPS, each with weights of its own; each warp takes its own part of K,
+// the parts are added in warp order.
 #include "packed.cuh"
 
 #define PART (K / WARPS)
