@@ -28,15 +28,13 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
-ASKER = 1
-"""Whether a warp of its own asks for units, instead of one that multiplies."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
 DOWN_RING = 16
 """The same of down, where it fits: a lone row leaves room for half of its weights."""
-LONE_PROGRAMS = 4
+LONE_PROGRAMS = 3
 """Programs whose registers a multiprocessor should hold in steps of one row, of the kernels before and after
 too: a kernel that fits beside the one that runs streams its weights meanwhile."""
 LONE_ADD_PACE = 4
@@ -72,16 +70,15 @@ def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, i
     if has_bulk_copies(weight.device):
         unit = 8 * k * 2 + 16
         ring = max(1, min(BULK_COLUMNS // k, most, room // unit))
-        own = {"BULK": 1, "ASKER": ASKER, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}
-        return constants | own, rest + ring * unit
+        return constants | {"BULK": 1, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}, rest + ring * unit
     ring = _ring(k // THREADS, max(1, min(MAX_RING, room // (THREADS * 16))))
     programs = _registers_for(cols, _num_lane_programs(cols))
-    return constants | {"BULK": 0, "ASKER": 0, "RING": ring, "PROGRAMS": programs}, rest + ring * THREADS * 16
+    return constants | {"BULK": 0, "RING": ring, "PROGRAMS": programs}, rest + ring * THREADS * 16
 
 
 def _registers_for(cols: int, programs: int) -> int:
     """Return for how many programs a multiprocessor's registers should do."""
-    return LONE_PROGRAMS - ASKER if cols == 1 else programs
+    return LONE_PROGRAMS if cols == 1 else programs
 
 
 def _num_lane_programs(cols: int) -> int:
@@ -101,8 +98,8 @@ def _num_programs(device: torch.device, cols: int) -> int:
 
 
 def _num_threads(device: torch.device) -> int:
-    """Return a streaming kernel's threads: with an asker, a warp more."""
-    return THREADS + 32 * (ASKER and has_bulk_copies(device))
+    """Return a streaming kernel's threads: by the copy engine, a warp more asks for weights."""
+    return THREADS + 32 * has_bulk_copies(device)
 
 
 def _fits_units(weight: Tensor, rest: int = 64) -> bool:
@@ -327,7 +324,7 @@ def _run_down(
     rest = _down_bytes(mlp, cols) + routing_bytes(experts, top_k, cols) + contest_bytes(experts, top_k, cols)
     room = (shared_memory(hidden.device) - rest) // (THREADS * 16)
     ring = _ring(2 * f // THREADS, min(DOWN_RING, room))
-    programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS - 1
+    programs = 1 if cols > 8 else 2 if cols > 1 else LONE_PROGRAMS
     own = {"N": d, "RING": ring, "PROGRAMS": programs}
     source = Source.of("experts_down", **own, **_constants(mlp, launch))
     shared = rest + ring * THREADS * 16

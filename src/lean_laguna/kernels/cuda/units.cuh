@@ -11,8 +11,8 @@
 #define STRIDE (K + 8)
 #define UNIT (8 * K)
 #define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)  // elements
-// ASKER 1: one warp more asks for units, when the others have ended their turns at a place; 0: the last of them asks.
-#define THREADS ((WARPS + ASKER) * 32)
+// By the copy engine, one warp more asks for units, when the others have ended their turns at a place.
+#define THREADS ((WARPS + BULK) * 32)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
 // Floats set aside for the norm: a lone row's squares, or the rows' inverses.
@@ -144,7 +144,7 @@ DEVICE void make_arrivals(u64 *arrivals, int slots) {
 #pragma unroll 1
     for (int slot = 0; slot < slots; slot++) {
         init_arrival(arrivals + slot);
-        if (ASKER) init_turns(arrivals + slots + slot, WARPS);
+        init_turns(arrivals + slots + slot, WARPS);
     }
     show_arrivals();
 }
@@ -155,7 +155,7 @@ DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *s
                        Ask ask, AddUp add_up) {
     u64 *turns = arrivals + slots;
     int slot = 0, parity = 0, buffer = 0;
-    if (ASKER && threadIdx.x >= WARPS * 32) {
+    if (threadIdx.x >= WARPS * 32) {
         for (int unit = blockIdx.x + slots * step; unit < count; unit += step) {
             wait_for_turns(turns + slot, parity);
             if (asks()) ask(slot, unit);
@@ -167,14 +167,11 @@ DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *s
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
         wait_for_bytes(arrivals + slot, parity);
         operands.multiply_unit(even, odd, ring + slot * UNIT);
-        if (ASKER) {
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) end_turn(turns + slot);
-        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) end_turn(turns + slot);
         leave_sums(sums + buffer * SUMS, even, odd);
-        // Another unit's sums, and without an asker the place, may be written once this barrier is passed.
+        // Another unit's sums may be written once this barrier is passed.
         sync_first(WARPS * 32);
-        if (!ASKER && asks() && unit + slots * step < count) ask(slot, unit + slots * step);
         add_up(unit, sums + buffer * SUMS);
         buffer ^= 1;
         if (++slot == slots) slot = 0, parity ^= 1;
