@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -33,7 +35,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     words = ["convert", "quantize", "nano", target, "--scheme", "nvfp4", "--modules", "experts+attention"]
     assert main([*words, "--workers", "1"]) == 0
     assert main(["convert", "quantize", "nano-dflash", drafter, "--scheme", "fp8-channel"]) == 0
-    return LLM(target, speculative_config={"model": drafter, "num_speculative_tokens": 5})
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        llm = LLM(target, speculative_config={"model": drafter, "num_speculative_tokens": 5})
+    assert f"{drafter}: a quantised drafter, decoded at load to float32" in said.getvalue()
+    return llm
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -16,7 +16,7 @@ from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna, load_target_config
 from lean_laguna.models.dflash import DFlashDrafter
-from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.models.drafter_checkpoint import is_quantised, load_drafter
 from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dummy import (
     drafter_config,
@@ -139,6 +139,12 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     proposer = None
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
+        if is_quantised(drafter_folder) and config.speculative and config.speculative.quantization is None:
+            print(
+                f"lean-laguna: {drafter_folder}: a quantised drafter, decoded at load to "
+                f"{str(dtype).removeprefix('torch.')}: no smaller and no faster than one that is not",
+                file=sys.stderr,
+            )
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)

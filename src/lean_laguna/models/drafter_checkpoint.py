@@ -28,6 +28,7 @@ from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.quantised_reader import open_checkpoint
 from lean_laguna.models.safetensors_reader import CheckpointReader
 from lean_laguna.models.unset import on_meta
+from lean_laguna.quant.config import read_quantization
 
 # The target's own weights, which some writers leave in the drafter's file; the originals are used instead.
 _BORROWED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -111,6 +112,11 @@ def check_drafter(path: str | Path) -> None:
         ConfigError: A config value is wrong.
     """
     _matched(Path(path))
+
+
+def is_quantised(path: str | Path) -> bool:
+    """Say whether a drafter folder's config names a quantisation."""
+    return read_quantization(read_config_json(path), str(config_path(path))) is not None
 
 
 def _matched(folder: Path) -> _Loader:
