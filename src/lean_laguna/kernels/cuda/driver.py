@@ -18,7 +18,6 @@ Argument = Tensor | int | float | None
 
 _EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 _SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE, bytes a thread
@@ -97,8 +96,6 @@ def _function(source: Source, device_index: int, shared_bytes: int) -> ctypes.c_
     # All of L1 as shared memory, where weights land: a multiprocessor must run empty before it can change the
     # split, and kernels overlap.
     _check(_cuda().cuFuncSetAttribute(function, _CARVEOUT, 100), source.name)
-    if dict(source.constants).get("CLUSTER", 1) > 8:
-        _check(_cuda().cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1), source.name)
     return function
 
 

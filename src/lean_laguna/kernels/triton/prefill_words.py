@@ -83,42 +83,32 @@ def _half(pair, h: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _four(a, b, c, d):
+    """Return [..., 2, 2] that read in a row are a, b, c and d."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
 def _values(w, FORMAT: tl.constexpr):
     """Return float32 [..., n] of the n codes of each word, in order of columns, but for the scale."""
+    IN_ROWS: tl.constexpr = (
+        FORMAT[5] == "rows"
+    )  # a pair's halves are four (or two) codes apart, else neighbours
+    p0, p1 = _pairs(w, 0, FORMAT), _pairs(w, 1, FORMAT)
+    low0, high0 = _half(p0, 0, FORMAT), _half(p0, 1, FORMAT)
+    low1, high1 = _half(p1, 0, FORMAT), _half(p1, 1, FORMAT)
     if FORMAT[0] == "fp4" or FORMAT[0] == "int4":
-        p0 = _pairs(w, 0, FORMAT)
-        p1 = _pairs(w, 1, FORMAT)
-        p2 = _pairs(w, 2, FORMAT)
-        p3 = _pairs(w, 3, FORMAT)
-        if FORMAT[5] != "rows":  # the halves are neighbours
-            low = tl.join(
-                tl.join(_half(p0, 0, FORMAT), _half(p2, 0, FORMAT)),
-                tl.join(_half(p1, 0, FORMAT), _half(p3, 0, FORMAT)),
-            )
-            high = tl.join(
-                tl.join(_half(p0, 1, FORMAT), _half(p2, 1, FORMAT)),
-                tl.join(_half(p1, 1, FORMAT), _half(p3, 1, FORMAT)),
-            )
-            return tl.join(low, high)
-        else:  # four codes apart
-            even = tl.join(
-                tl.join(_half(p0, 0, FORMAT), _half(p0, 1, FORMAT)),
-                tl.join(_half(p2, 0, FORMAT), _half(p2, 1, FORMAT)),
-            )
-            odd = tl.join(
-                tl.join(_half(p1, 0, FORMAT), _half(p1, 1, FORMAT)),
-                tl.join(_half(p3, 0, FORMAT), _half(p3, 1, FORMAT)),
-            )
-            return tl.join(even, odd)
-    else:
-        p0 = _pairs(w, 0, FORMAT)
-        p1 = _pairs(w, 1, FORMAT)
-        if FORMAT[5] != "rows":
-            low = tl.join(_half(p0, 0, FORMAT), _half(p1, 0, FORMAT))
-            return tl.join(low, tl.join(_half(p0, 1, FORMAT), _half(p1, 1, FORMAT)))
+        p2, p3 = _pairs(w, 2, FORMAT), _pairs(w, 3, FORMAT)
+        low2, high2 = _half(p2, 0, FORMAT), _half(p2, 1, FORMAT)
+        low3, high3 = _half(p3, 0, FORMAT), _half(p3, 1, FORMAT)
+        if IN_ROWS:
+            return tl.join(_four(low0, low2, high0, high2), _four(low1, low3, high1, high3))
         else:
-            even = tl.join(_half(p0, 0, FORMAT), _half(p0, 1, FORMAT))
-            return tl.join(even, tl.join(_half(p1, 0, FORMAT), _half(p1, 1, FORMAT)))
+            return tl.join(_four(low0, low1, low2, low3), _four(high0, high1, high2, high3))
+    elif IN_ROWS:
+        return _four(low0, low1, high0, high1)
+    else:
+        return _four(low0, high0, low1, high1)
 
 
 @triton.jit
