@@ -96,7 +96,7 @@ def said(engine, **options):
 
 def steep(engine):
     """Have every further row cost as much as a step."""
-    engine._prices.costs = RowCosts([[float(rows) for rows in range(17)]] * 2)
+    engine._prices.costs = RowCosts((16,), [[float(rows) for rows in range(17)]])
 
     def choose(batch, context_len, *, may_schedule):
         engine.controller.schedule.costs = StepCosts([1.0] * 8, 0.5)

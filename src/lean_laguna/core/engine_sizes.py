@@ -9,8 +9,11 @@ PREFILL_BLOCK = 2048
 of these a step takes changes no bits, and where each ends a prefix can be cached."""
 GPU_STEPS_AHEAD = 2
 """Steps that the engine for GPUs launches before it has read what an earlier one said."""
-MAX_ROWS = 16
-"""Rows of a decode step on a GPU."""
+MAX_ROWS = 64
+"""Rows of a decode step on a GPU that its state has room for; how many one launch takes, its kernels say."""
+LONE, NARROW, WIDE = 1, 8, 16
+"""Columns that the products of any step are made for: one row, up to 8, and up to 16, which no request passes
+by itself. A row's bits are the same in all."""
 SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
 """Keys of one of the first so many parts of a row's attention; later parts have several times as many."""
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256

@@ -10,50 +10,57 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lean_laguna.core.engine_sizes import WIDE
 from lean_laguna.engine.gpu_lanes import mark, seconds_between
-from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
-from lean_laguna.engine.gpu_state import MAX_ROWS, Block
+from lean_laguna.engine.gpu_programs import StepPrograms
+from lean_laguna.engine.gpu_state import Block
 
 _REPEATS = 3
+_MOST_TIMED = 16  # numbers of rows of one width; the costs of those between lie between
 _WINDOW = 15  # steps of so many rows whose median says how much longer they take than at start
 _HOST_BUFFERS = 8  # more than prices can be sent within the steps under way
 _REFRESH_EVERY = 32  # steps: they may take longer than before at the same worth of time
 _LEAST_CHANGE = 0.02  # of prices, below which the device keeps the old ones
 
 Table = Sequence[Sequence[float]]
-"""[2][MAX_ROWS + 1] seconds by rows, in narrow products and in wide ones."""
+"""[W][most_rows + 1] seconds by rows, for each width of products."""
 
 
 class RowCosts:
     """Seconds of a step by its rows.
 
     Attributes:
-        table: [2, MAX_ROWS + 1] as measured at start, in narrow products and in wide ones.
+        table: [W, most_rows + 1] as measured at start, for each width of products.
     """
 
-    def __init__(self, verify_s: Table | None = None):
-        """Start from a table; without one all steps count the same."""
-        self.table = np.ones((2, MAX_ROWS + 1)) if verify_s is None else np.array(verify_s)
-        self._is_known = verify_s is not None
+    def __init__(self, widths: Sequence[int], verify_s: Table | None = None):
+        """Start from a table; without one all steps count the same.
+
+        Args:
+            widths: Columns of products that steps have, ascending.
+            verify_s: As measured, by these.
+        """
+        self.table = np.ones((len(widths), widths[-1] + 1)) if verify_s is None else np.array(verify_s)
+        self._widths, self._is_known = tuple(widths), verify_s is not None
         self._longer: dict[tuple[int, int], deque[float]] = {}
 
-    def observe(self, num_rows: int, verify_s: float, *, is_wide: bool) -> None:
+    def observe(self, num_rows: int, verify_s: float, *, cols: int) -> None:
         """Take the time of one step."""
         if self._is_known and num_rows:
-            key = (int(is_wide), num_rows)
+            key = (self._widths.index(max(cols, self._widths[0])), num_rows)
             self._longer.setdefault(key, deque(maxlen=_WINDOW)).append(verify_s - self.table[key])
 
     def prices(self, tokens_per_s: float) -> NDArray[np.float32]:
-        """Return the tokens that a step's time is worth, [2, MAX_ROWS + 1]."""
+        """Return the tokens that a step's time is worth, [W, most_rows + 1]."""
         seconds = self.table.copy()
-        for width in range(2):
+        for width in range(len(seconds)):
             # Between row counts seen it is between theirs: context, and how many experts are drawn.
             known = sorted(rows for own, rows in self._longer if own == width)
             medians = [
                 sorted(self._longer[width, rows])[len(self._longer[width, rows]) // 2] for rows in known
             ]
             if known:
-                seconds[width] += np.interp(np.arange(MAX_ROWS + 1), known, medians)
+                seconds[width] += np.interp(np.arange(seconds.shape[1]), known, medians)
             seconds[width] = np.maximum.accumulate(seconds[width])
         return (seconds * tokens_per_s).astype(np.float32)
 
@@ -63,12 +70,12 @@ class Prices:
 
     def __init__(self, programs: StepPrograms, costs: RowCosts):
         self._programs, self.costs = programs, costs
-        self._sent = np.zeros((2, MAX_ROWS + 1), dtype=np.float32)
+        self._sent = np.zeros(costs.table.shape, dtype=np.float32)
         self._sent_for: float | None = None
         self._num_asked = self._num_sent = 0
         is_gpu = programs.device.type == "cuda"
         # Several, in turn: a copy may still wait for the steps launched before it.
-        self._hosts = [torch.zeros(2, MAX_ROWS + 1, pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
+        self._hosts = [torch.zeros(costs.table.shape, pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
 
     def set(self, tokens_per_s: float | None) -> None:
         """Have drafts cut by what time is worth, or, given None, kept."""
@@ -86,35 +93,42 @@ class Prices:
 
 def measure_rows(programs: StepPrograms) -> Table:
     """Time a step for each number of rows: of random tokens, so that many experts are drawn."""
-    found = [[0.0] * (MAX_ROWS + 1) for _ in range(2)]
+    found: list[list[float]] = []
     draw = random.Random(0)
     vocab_size = programs.target.embed.shape[0]
-    for is_wide in range(2):
-        for num_rows in range(1, (MAX_ROWS if is_wide else NARROW) + 1):
+    for cols in programs.widths:
+        timed, medians = range(1, cols + 1), []
+        if cols > _MOST_TIMED:
+            timed = range(cols // _MOST_TIMED, cols + 1, cols // _MOST_TIMED)
+        for num_rows in timed:
             times = []
             for _ in range(_REPEATS):
                 programs.state.words.copy_(_rows(num_rows, draw, vocab_size).words)
                 start = mark(programs.device)
-                programs.run("verify", MAX_ROWS if is_wide else NARROW)
+                programs.run("verify", cols)
                 end = mark(programs.device)
                 torch.cuda.synchronize(programs.device)
                 times.append(seconds_between(start, end))
-            found[is_wide][num_rows] = sorted(times)[_REPEATS // 2]
-    for row in found:
+            medians.append(sorted(times)[_REPEATS // 2])
         # More rows never count as cheaper: a draft costs what it costs, noise apart.
-        row[:] = np.maximum.accumulate(row).tolist()
+        seconds = np.interp(np.arange(programs.most_rows + 1), timed, np.maximum.accumulate(medians))
+        found.append([0.0, *seconds[1:].tolist()])
     programs.state.words.zero_()
     return found
 
 
 def _rows(num_rows: int, draw: random.Random, vocab_size: int) -> Block:
-    """Return a block of one request with so many rows of random tokens, on no page of its own."""
+    """Return a block of requests with so many rows of random tokens in all, on no pages of their own."""
     block = Block.allocate("cpu")
     fields = block.arrays
     fields["input_ids"][:num_rows] = [draw.randrange(vocab_size) for _ in range(num_rows)]
-    fields["positions"][:num_rows] = np.arange(num_rows)
-    fields["row_count"][0] = fields["num_rows"][0] = num_rows
-    fields["num_requests"][0] = 1
-    fields["remaining"][0] = MAX_ROWS + 1
+    starts = range(0, num_rows, WIDE)
+    for entry, start in enumerate(starts):
+        rows = slice(start, min(start + WIDE, num_rows))
+        count = rows.stop - start
+        fields["positions"][rows], fields["row_request"][rows] = np.arange(count), entry
+        fields["row_start"][entry], fields["row_count"][entry] = start, count
+        fields["remaining"][entry] = WIDE + 1
+    fields["num_rows"][0], fields["num_requests"][0] = num_rows, len(starts)
     fields["stop_ids"][:] = -1
     return block

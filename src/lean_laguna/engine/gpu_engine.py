@@ -19,14 +19,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, gpu_chunks
+from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, NARROW, WIDE, gpu_chunks
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
 from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Plan, Spoke, mark
 from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
-from lean_laguna.engine.gpu_programs import NARROW, StepPrograms
+from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
 from lean_laguna.engine.gpu_weights import can_compile_cuda, drop_stack
@@ -103,13 +103,14 @@ class GpuEngine(LLMEngine):
         self._prompts.capture()
         self._schedule = self.controller.schedule if self.controller is not None else None
         if self.controller is not None:
-            self.controller.shape = StepShape(MAX_ROWS, (NARROW, MAX_ROWS))
+            self.controller.shape = StepShape(self._programs.most_rows, self._programs.widths)
         if self._schedule is not None:
-            self._schedule.row_tiles = (NARROW, MAX_ROWS)
+            self._schedule.row_tiles = self._programs.widths
             self._schedule.compares_caps = False  # another number of rows lays all requests out anew
             self._schedule.is_always_told = True
         is_measured = is_gpu and self._schedule is not None
-        self._prices = Prices(self._programs, RowCosts(measure_rows(self._programs) if is_measured else None))
+        measured = measure_rows(self._programs) if is_measured else None
+        self._prices = Prices(self._programs, RowCosts(self._programs.widths, measured))
         return budget
 
     def _check_cache(self, weight: Tensor) -> None:
@@ -263,13 +264,27 @@ class GpuEngine(LLMEngine):
             self._prices.set(None if costs is None else costs.tokens_per_s)
 
     def _can_go_on(self, lengths: dict[SequenceState, int]) -> bool:
-        """Say whether the lanes hold just these sequences, and their launches are as few as can be."""
+        """Say whether the lanes hold just these sequences, and launches are as few and narrow as can be."""
         live = [lane.sequences[i] for lane in self._running for i in lane.live]
         if len(live) != len(lengths) or any(sequence not in lengths for sequence in live):
             return False
         rows = [sum(1 + lengths[lane.sequences[i]] for i in lane.live) for lane in self._running]
-        fewest = len(split_rows([lengths[sequence] for sequence in live]))
-        return max(rows, default=0) <= MAX_ROWS and sum(n > 0 for n in rows) <= fewest
+        fewest = len(self._split([lengths[sequence] for sequence in live]))
+        if max(rows, default=0) > self._programs.most_rows or sum(n > 0 for n in rows) > fewest:
+            return False
+        return all(
+            self._columns(lane, num) <= max(WIDE, self._programs.columns(num))
+            for lane, num in zip(self._running, rows, strict=True)
+        )
+
+    def _split(self, lengths: Sequence[int]) -> list[range]:
+        """Cut requests with so many drafts each into launches, in order."""
+        return split_rows(lengths, self._programs.most_rows)
+
+    def _columns(self, lane: Lane, num_rows: int) -> int:
+        """Return the columns of a lane's launch: a wide lane's take its ended requests' entries, too."""
+        entries = len(lane.sequences)
+        return self._programs.columns(max(num_rows, entries if entries > WIDE else 0))
 
     def _drain(self, deltas: list[CompletionDelta]) -> None:
         """Read everything under way and let the lanes go."""
@@ -283,7 +298,7 @@ class GpuEngine(LLMEngine):
         """Share sequences out among launches, and draft for them."""
         drafter = self._programs.drafter
         self._prices.set(None)  # the host knows where rows stand that it laid out
-        for cut in split_rows(lengths):
+        for cut in self._split(lengths):
             own = [sequences[i] for i in cut]
             for sequence in own:
                 self._prepare(sequence)
@@ -340,13 +355,13 @@ class GpuEngine(LLMEngine):
         lane.num_made_tokens = self._draft_lengths.num_made_tokens if plan.num_asked else None
         asked, lane.num_asked = lane.num_asked, plan.num_asked
         lane.num_under_way += 1
-        return Launched(lane, turn, said, lanes.note_end(), logits, made, plan.cols > NARROW, asked)
+        return Launched(lane, turn, said, lanes.note_end(), logits, made, plan.cols, asked)
 
     def _plan(self, lane: Lane, before: Sequence[int]) -> Plan:
         """Return what a launch of a lane runs whose rows were laid out for ``before`` drafts each."""
         live, wanted = lane.live, lane.wanted
         most = max((wanted[i] for i in live), default=0)
-        cols = self._programs.columns(max(sum(1 + drafts[i] for i in live) for drafts in (before, wanted)))
+        cols = self._columns(lane, max(sum(1 + drafts[i] for i in live) for drafts in (before, wanted)))
         has_context = any(lane.sequences[i].wants_drafts for i in live)
         program = "step" if most else "verify" if has_context else "decode"
         return Plan(program, cols, has_filters(lane.sequences), most)
@@ -370,10 +385,10 @@ class GpuEngine(LLMEngine):
         for launched in a_round.launched:
             drafted = [one.counts[0] for one in spoke if one.launched is launched]
             num_rows, lane_s = sum(1 + num for num in drafted), launched.verify_s
-            self._prices.costs.observe(num_rows, lane_s, is_wide=launched.is_wide)
+            self._prices.costs.observe(num_rows, lane_s, cols=launched.cols)
             # Not so where a request's end cut the drafts, or where the step before or after is a wider one.
             is_whole = launched.num_made_tokens is not None or max(drafted, default=0) == launched.num_asked
-            is_widened = launched.is_wide and self._programs.columns(num_rows) == NARROW
+            is_widened = launched.cols > max(NARROW, self._programs.columns(num_rows))
             is_usual = is_usual and is_whole and not is_widened
             draft_s += launched.drafted_s
             verify_s += lane_s
@@ -450,7 +465,7 @@ class GpuEngine(LLMEngine):
         lengths = self._draft_lengths.choose(sequences)
         self._set_prices()
         counts: list[tuple[int, int]] = []
-        for cut in split_rows(lengths):
+        for cut in self._split(lengths):
             own, num_drafts = [sequences[i] for i in cut], [lengths[i] for i in cut]
             for sequence in own:
                 self._prepare(sequence)

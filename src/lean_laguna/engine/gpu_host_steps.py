@@ -74,7 +74,7 @@ class HostSteps:
         """Run one block of each sequence, all in one launch.
 
         Args:
-            sequences: At most ``MAX_ROWS`` rows in all; their pages are there.
+            sequences: At most as many rows in all as a launch takes; their pages are there.
             num_drafts: Of each, at most what it can still say before its last token.
         """
         programs, lanes = self._programs, self._lanes

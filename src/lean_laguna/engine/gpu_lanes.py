@@ -54,7 +54,7 @@ class Launched:
         end: When the device is through with it.
         logits: Host copy of the verified rows' logits, where somebody watches them.
         num_made_tokens: Longest draft that was made for it, where it is scheduled; else None.
-        is_wide: Its products are of ``MAX_ROWS`` columns.
+        cols: Columns of its products.
         num_asked: Longest draft that was asked for.
         before: What the step before said, with the drafts that it cut of each, once this one is read.
     """
@@ -65,7 +65,7 @@ class Launched:
     end: Mark
     logits: Tensor | None = None
     num_made_tokens: int | None = None
-    is_wide: bool = False
+    cols: int = 0
     num_asked: int = 0
     before: tuple[dict[str, NDArray[Any]], list[int]] | None = None
 
@@ -135,7 +135,7 @@ class Lane:
         wanted: Drafts wanted of each from here on.
         plan: What its next launch runs, while nothing changes.
         words: The block, while the buffers hold another's.
-        tables: Per KV group of the cache, [MAX_ROWS, max_blocks] int32.
+        tables: Per KV group of the cache, [R, max_blocks] int32; a row an entry.
         is_loaded: The buffers hold this lane's block and tables.
         has_new_pages: The buffers' tables are behind.
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
@@ -233,8 +233,9 @@ class Lanes:
             programs.state.words.copy_(lane.words)
             self._loaded, lane.is_loaded, lane.has_new_pages = lane, True, True
         if lane.has_new_pages:
+            num = len(lane.sequences)
             for group in self._group_ids:
-                programs.tables[group].copy_(lane.tables[group])
+                programs.tables[group][:num].copy_(lane.tables[group][:num])
             lane.has_new_pages = False
 
     def unload(self) -> None:
@@ -252,7 +253,7 @@ class Lanes:
         Args:
             sequence: Whose rows; None where neither pages nor sampling matter.
             first: Position of the first row.
-            num_rows: At most ``MAX_ROWS``.
+            num_rows: At most ``WIDE``.
             token_ids: The rows' tokens, where the program reads them; then the sequence's tables go along.
         """
         self.unload()

@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.gpu_state import MAX_ROWS, MAX_STOPS, RING
+from lean_laguna.engine.gpu_state import MAX_STOPS, RING
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.filters import MAX_TOP_K
 
 
-def split_rows(num_drafts: Sequence[int]) -> list[range]:
-    """Cut requests with so many drafts each into launches of at most ``MAX_ROWS`` rows, in order."""
+def split_rows(num_drafts: Sequence[int], most_rows: int) -> list[range]:
+    """Cut requests with so many drafts each into launches of at most ``most_rows`` rows, in order."""
     cuts, start, rows = [], 0, 0
     for i, drafts in enumerate(num_drafts):
-        if rows + 1 + drafts > MAX_ROWS:
+        if rows + 1 + drafts > most_rows:
             cuts.append(range(start, i))
             start, rows = i, 0
         rows += 1 + drafts
@@ -38,7 +38,7 @@ def lay_out(
 
     Args:
         fields: ``Block.arrays``.
-        sequences: At most ``MAX_ROWS`` rows in all.
+        sequences: At most as many rows in all as a launch takes.
         num_drafts: Of each; what its request can still say caps them.
         mask_token: Stands where a draft is to come.
     """

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import LONE, NARROW, WIDE
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import ENDED, MAX_ROWS, STARTED, VERIFIED, Block, Said
@@ -37,10 +38,8 @@ from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausal
 if TYPE_CHECKING:
     from lean_laguna.kernels.cuda.layers import CudaLayers
 
-NARROW = 8
-"""Columns of the narrower products; the wider ones have ``MAX_ROWS``. Bits are the same in both."""
-LONE = 1
-"""Columns of a step of one row, plain decoding of one stream, on CUDA C++ kernels; the same bits again."""
+WIDTHS = (NARROW, WIDE, 32, 64)
+"""Columns of products, where the kernels have so many."""
 STEPS = ("step", "verify", "decode")
 """Programs that end by leaving the block on the host."""
 
@@ -53,16 +52,18 @@ class StepPrograms:
         pools: Keys and values.
         state: The block that programs read and change.
         said: What steps leave of it on the host.
-        tables: Per KV group, [MAX_ROWS, max_blocks] int32 block tables of the requests in ``state``.
+        most_rows: Rows, and requests, that one launch takes.
+        widths: Columns of products that there are programs for, ascending, ``LONE`` apart.
+        tables: Per KV group, [most_rows, max_blocks] int32 block tables of the requests in ``state``.
         target: Weights of the target.
         drafter: Weights of the drafter, or None.
         draft_group: KV group of the drafter's layers.
         scratch: Buffers of a step.
         caches: Pages and tables of the target, layer by layer.
-        logits: [MAX_ROWS, V] float32, written by ``rows`` and ``choose``.
-        verified_logits: [MAX_ROWS, V] float32 of the last step's rows, where they are kept.
-        prices: [2, MAX_ROWS + 1] float32 tokens that a step with so many rows is worth, in narrow products
-            and in wide ones, by which ``propose`` cuts drafts; zeros keep all.
+        logits: [most_rows, V] float32, written by ``rows`` and ``choose``.
+        verified_logits: [most_rows, V] float32 of the last step's rows, where they are kept.
+        prices: [W, most_rows + 1] float32 tokens that a step with so many rows is worth, for each width, by
+            which ``propose`` cuts drafts; zeros keep all.
     """
 
     def __init__(
@@ -88,19 +89,21 @@ class StepPrograms:
             num_blocks_said: Steps that may be launched before the first one's block must have been read.
         """
         self.pools = pools
-        self.target = target_weights(target, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
+        self.target = target_weights(target, max_model_len + WIDE, is_by_lane=use_cuda)
         self.device = self.target.head.device
         self.drafter = (
-            drafter_weights(drafter, max_model_len + MAX_ROWS, is_by_lane=use_cuda)
+            drafter_weights(drafter, max_model_len + WIDE, is_by_lane=use_cuda)
             if drafter is not None
             else None
         )
         self._is_gpu = self.device.type == "cuda"
         self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
+        self._set_widths(WIDE)
         self.state, self.said = Block.allocate(self.device), Said(self.device, num_blocks_said)
-        max_blocks = -(-(max_model_len + MAX_ROWS) // pools.kv_block_size)
+        max_blocks = -(-(max_model_len + WIDE) // pools.kv_block_size)
         self.tables = [
-            torch.zeros(MAX_ROWS, max_blocks, dtype=torch.int32, device=self.device) for _ in pools.groups
+            torch.zeros(self.most_rows, max_blocks, dtype=torch.int32, device=self.device)
+            for _ in pools.groups
         ]
         self.caches = self._target_caches(target)
         own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
@@ -124,8 +127,9 @@ class StepPrograms:
         if drafter is not None and drafter.config.window is not None:
             self.draft_group = DRAFT_SLIDING_GROUP
         spark = self.drafter.spark if self.drafter is not None else None
-        self._walk = Walk.allocate(spark.bias.shape[0], self.device) if spark is not None else None
-        self.prices = torch.zeros(2, MAX_ROWS + 1, device=self.device)
+        self._walk = (
+            Walk.allocate(spark.bias.shape[0], self.device, self.most_rows) if spark is not None else None
+        )
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -140,6 +144,15 @@ class StepPrograms:
         self._pool = pool
         self._keeps_logits = False
         self._left = (0, self.state)
+
+    def _set_widths(self, most_rows: int) -> None:
+        """Say what launches take.
+
+        On a CPU always as many columns: the interpreter's products are numpy's, whose sums follow the width.
+        """
+        self.most_rows = most_rows
+        self.widths = tuple(cols for cols in WIDTHS if cols <= most_rows) if self._is_gpu else (most_rows,)
+        self.prices = torch.zeros(len(self.widths), most_rows + 1, device=self.device)
 
     @property
     def graph_pool(self) -> Any:
@@ -157,13 +170,10 @@ class StepPrograms:
         self._programs.clear()
 
     def columns(self, num_rows: int) -> int:
-        """Return the token columns for so many rows.
-
-        On a CPU always all of them: the interpreter's products are numpy's, whose sums follow the width.
-        """
-        if not self._is_gpu or num_rows > NARROW:
-            return MAX_ROWS
-        return LONE if num_rows == 1 and self.uses_cuda else NARROW
+        """Return the token columns for so many rows, at most ``most_rows``."""
+        if num_rows == 1 and self.uses_cuda:
+            return LONE
+        return next(cols for cols in self.widths if cols >= num_rows)
 
     def run(self, name: str, cols: int, *, filtered: bool = False) -> None:
         """Launch a program.
@@ -205,14 +215,14 @@ class StepPrograms:
             return
         names = ["decode", "rows", "choose"]
         names += ["step", "verify", "propose"] if self.drafter is not None else []
-        keys = [(name, cols) for name in names for cols in (NARROW, MAX_ROWS)]
+        keys = [(name, cols) for name in names for cols in self.widths]
         keys += [("decode", LONE)] if self.uses_cuda else []
         bodies = [partial(self._body, name, cols, False) for name, cols in keys]
         bodies += [partial(self._body, name, NARROW, True) for name in names]
         self.state.words.zero_()
         self._compile([*bodies, *others])
         for name, cols in keys:
-            if name != "rows" or cols == MAX_ROWS:
+            if name != "rows" or cols == self.most_rows:
                 for filtered in {False, cols <= NARROW}:  # the rest when first used
                     for _ in range(2):
                         self.run(name, cols, filtered=filtered)
@@ -242,12 +252,12 @@ class StepPrograms:
 
     @cached_property
     def logits(self) -> Tensor:
-        """[MAX_ROWS, V] float32."""
-        return torch.zeros(MAX_ROWS, self.target.head.shape[0], device=self.device)
+        """[most_rows, V] float32."""
+        return torch.zeros(self.most_rows, self.target.head.shape[0], device=self.device)
 
     @cached_property
     def verified_logits(self) -> Tensor:
-        """[MAX_ROWS, V] float32."""
+        """[most_rows, V] float32."""
         return torch.zeros_like(self.logits)
 
     def _launch(self, cols: int) -> Launch:
@@ -397,7 +407,15 @@ class StepPrograms:
 
     def _publish(self, cols: int) -> None:
         self._note_time(ENDED)
-        publish(self.state.words, self.said.words, self.said.turn, self._launch(cols))
+        state = self.state.fields
+        publish(
+            self.state.words,
+            self.said.words,
+            self.said.turn,
+            self._launch(cols),
+            entries=state["ring"],
+            num_entries=state["num_requests"],
+        )
 
     def _note_time(self, stamp: int) -> None:
         """Note the time where no kernel does."""
@@ -433,7 +451,7 @@ class StepPrograms:
         schedule(
             walk.guesses,
             self.drafter.spark,
-            self.prices[int(cols > NARROW)],
+            self.prices[self.widths.index(max(cols, self.widths[0]))],
             state["chances"],
             state["cut"],
             inputs.input_ids,

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS
+from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, WIDE
 from lean_laguna.engine.block_pool import NULL_BLOCK
 from lean_laguna.engine.gpu_graphs import Program
 from lean_laguna.engine.gpu_lanes import Lanes, mark
 from lean_laguna.engine.gpu_layout import has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
-from lean_laguna.engine.gpu_state import MAX_ROWS, pinned_copy
+from lean_laguna.engine.gpu_state import pinned_copy
 from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
@@ -86,11 +86,11 @@ class RowPrompts:
     ) -> Tensor:
         """Run a chunk; see ``Prompts.compute``."""
         hidden = []
-        for start in range(0, len(token_ids), MAX_ROWS):
-            tokens = token_ids[start : start + MAX_ROWS]
+        for start in range(0, len(token_ids), WIDE):
+            tokens = token_ids[start : start + WIDE]
             self._lanes.put_rows(sequence, first + start, len(tokens), tokens)
             self._programs.run("fill", self._programs.columns(len(tokens)))
-            if wants_all or start + MAX_ROWS >= len(token_ids):
+            if wants_all or start + WIDE >= len(token_ids):
                 hidden.append(self._programs.scratch.normed[: len(tokens)].clone())
         return torch.cat(hidden) if wants_all else hidden[0][-1:]
 
@@ -224,7 +224,7 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] float32 on the device, of rows [R, D] after the final norm."""
         found = []
-        for rows in hidden.split(MAX_ROWS):
+        for rows in hidden.split(WIDE):
             self._run(None, 0, rows)
             found.append(self._programs.logits[: len(rows)].clone())
         return torch.cat(found)

@@ -1,4 +1,4 @@
-"""What host and device say to each other about up to 16 rows: one small block of memory on either side.
+"""What host and device say to each other about up to 64 rows: one small block of memory on either side.
 
 A step reads and changes the device's block; the host writes one whole to lay requests out. At its end a step
 leaves a copy of the block in the host's memory by itself. So nothing is sent field by field, and requests
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Rows, and requests, of one step.
+# Rows, and requests, that a block has room for.
 from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
 
 MAX_STOPS = 8
@@ -29,7 +29,8 @@ NUM_STAMPS = 4
 STARTED, VERIFIED, ENDED, TURN = range(NUM_STAMPS)
 """Nanoseconds at which a step started, had verified and ended; and which step it was, counted from 1."""
 
-# Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes. Stamps before all.
+# Name, 32-bit words, and how they are read. 64-bit ones first: they must lie on 8 bytes. Stamps before all;
+# last the ring, of which the host gets what there are requests for.
 _FIELDS: tuple[tuple[str, int, str], ...] = (
     ("stamps", 2 * NUM_STAMPS, "int64"),
     ("row_seeds", 2 * MAX_ROWS, "int64"),

@@ -16,10 +16,10 @@ from lean_laguna.core.engine_sizes import (
     FAR_SPLIT_CHUNKS,
     GPU_STEPS_AHEAD,
     MAX_ORDERED_KEYS,
-    MAX_ROWS,
     NEAR_SPLITS,
     ORDERED_SLACK,
     SPLIT_KEYS,
+    WIDE,
     gpu_chunks,
 )
 from lean_laguna.core.model_config import LagunaConfig
@@ -176,7 +176,7 @@ class EngineMemory:
                 # Cosine, sine and signed sine in float32.
                 "rotary tables": context * dims * 12,
             }
-        block, positions = self.limits.block_size, context + MAX_ROWS
+        block, positions = self.limits.block_size, context + WIDE
         chunk = min(self.limits.chunk_size, _whole(context, block))
         keys = max(_whole(min(positions, MAX_ORDERED_KEYS), block), block + config.sliding_window)
         keys = (keys + ORDERED_SLACK) * 2 * config.num_key_value_heads * config.head_dim
@@ -192,7 +192,7 @@ class EngineMemory:
         return {
             "a chunk of prompt": stream + room * size,
             "the drafter's context projection, joint": self._context_values() * config.hidden_size * size,
-            "logits and noise": MAX_ROWS * config.vocab_size * (4 + 4 + 8),
+            "logits and noise": WIDE * config.vocab_size * (4 + 4 + 8),
             "rotary tables": positions * dims * size,
             "parts of attention": self._attention_parts(context),
             "device: context, kernels, graphs": DEVICE_BYTES,
@@ -240,7 +240,7 @@ class EngineMemory:
             )
             splits = -(-min(keys, near) // SPLIT_KEYS) - (-max(0, keys - near) // far)
             most = max(most, heads * splits)
-        return MAX_ROWS * most * (config.head_dim + 2) * 4
+        return WIDE * most * (config.head_dim + 2) * 4
 
     @property
     def _max_draft_tokens(self) -> int:

@@ -13,6 +13,7 @@ from lean_laguna.kernels.triton import attention, launch
 def test_engines_and_kernels_take_their_sizes_from_here() -> None:
     assert GpuEngine._STEPS_AHEAD == engine_sizes.GPU_STEPS_AHEAD
     assert gpu_state.MAX_ROWS == launch.MAX_ROWS == engine_sizes.MAX_ROWS
+    assert launch.Launch().cols == launch.WIDE == engine_sizes.WIDE
     assert (attention.CHUNK, attention.FAR_CHUNKS) == (
         engine_sizes.SPLIT_KEYS,
         engine_sizes.FAR_SPLIT_CHUNKS,

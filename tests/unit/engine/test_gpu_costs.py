@@ -13,11 +13,11 @@ from lean_laguna.engine.gpu_costs import Prices, RowCosts
 
 def test_prices_are_the_table_and_what_steps_took_longer():
     table = [[1.0 + 0.1 * rows for rows in range(17)], [2.0 + 0.1 * rows for rows in range(17)]]
-    costs = RowCosts(table)
+    costs = RowCosts((8, 16), table)
     np.testing.assert_allclose(costs.prices(3.0), 3 * np.array(table), rtol=1e-6)
     for _ in range(3):
-        costs.observe(2, 1.2 + 0.5, is_wide=False)
-        costs.observe(6, 1.6 + 0.1, is_wide=False)
+        costs.observe(2, 1.2 + 0.5, cols=8)
+        costs.observe(6, 1.6 + 0.1, cols=8)
     narrow, wide = costs.prices(1.0)
     np.testing.assert_allclose(narrow[[1, 2]], [1.6, 1.7], rtol=1e-6)
     np.testing.assert_allclose(narrow[[3, 6, 8]], [1.7, 1.7, 1.9], rtol=1e-6)  # more rows are never cheaper
@@ -25,14 +25,14 @@ def test_prices_are_the_table_and_what_steps_took_longer():
 
 
 def test_without_a_table_every_step_costs_the_same():
-    costs = RowCosts()
-    costs.observe(3, 7.0, is_wide=True)
+    costs = RowCosts((8, 16))
+    costs.observe(3, 7.0, cols=16)
     assert len(set(costs.prices(2.0).flat)) == 1
 
 
 def test_prices_are_sent_when_they_change():
     programs = SimpleNamespace(device=torch.device("cpu"), prices=torch.zeros(2, 17))
-    prices = Prices(programs, RowCosts())
+    prices = Prices(programs, RowCosts((8, 16)))
     prices.set(2.0)
     assert torch.equal(programs.prices, torch.full((2, 17), 2.0))
     prices.set(2.01)

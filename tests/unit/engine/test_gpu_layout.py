@@ -22,18 +22,20 @@ def decoding(*params):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "expected"),
+    ("drafts", "most", "expected"),
     [
-        ([], []),
-        ([0] * 16, [range(16)]),
-        ([0] * 17, [range(16), range(16, 17)]),
-        ([7, 7], [range(2)]),
-        ([7, 7, 7], [range(2), range(2, 3)]),
-        ([15, 0, 15], [range(1), range(1, 2), range(2, 3)]),
+        ([], 16, []),
+        ([0] * 16, 16, [range(16)]),
+        ([0] * 17, 16, [range(16), range(16, 17)]),
+        ([7, 7], 16, [range(2)]),
+        ([7, 7, 7], 16, [range(2), range(2, 3)]),
+        ([15, 0, 15], 16, [range(1), range(1, 2), range(2, 3)]),
+        ([15, 0, 15], 64, [range(3)]),
+        ([7] * 9, 64, [range(8), range(8, 9)]),
     ],
 )
-def test_launches_hold_at_most_sixteen_rows(drafts, expected):
-    assert split_rows(drafts) == expected
+def test_launches_hold_no_more_rows_than_they_take(drafts, most, expected):
+    assert split_rows(drafts, most) == expected
 
 
 def test_rows_start_with_the_anchor_and_stop_at_the_limit():

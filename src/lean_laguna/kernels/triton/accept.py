@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, power_of_two
 from lean_laguna.kernels.triton.primitives import wait_for_inputs
 from lean_laguna.kernels.triton.rows import Rows
 
@@ -89,21 +89,22 @@ def _accept_kernel(
     STOP_BLOCK: tl.constexpr,
     NUM_SETS: tl.constexpr,
     STREAM: tl.constexpr,
-    MAX: tl.constexpr,
+    TILE: tl.constexpr,
+    RATES: tl.constexpr,
     CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL, False)
-    i = tl.arange(0, MAX)
+    i = tl.arange(0, TILE)
     ids = tl.load(input_ids_ptr + i)
     sampled = tl.load(sampled_ptr + i)
     # Row j's token is draft j + 1's judge.
     judged = tl.sum(tl.where((i[None, :] == i[:, None] + 1), ids[None, :], 0), 1)
     stop_at = tl.arange(0, STOP_BLOCK)
     position = tl.load(positions_ptr + i)
-    new_ids = tl.full((MAX,), 0, tl.int32) + mask_token
-    new_positions = tl.zeros((MAX,), tl.int32)
-    new_request = tl.zeros((MAX,), tl.int32)
+    new_ids = tl.full((TILE,), 0, tl.int32) + mask_token
+    new_positions = tl.zeros((TILE,), tl.int32)
+    new_request = tl.zeros((TILE,), tl.int32)
     next_row = 0
     for request in tl.range(0, tl.load(num_requests_ptr), num_stages=1):
         start = tl.load(row_start_ptr + request)
@@ -113,11 +114,11 @@ def _accept_kernel(
         at = tl.sum(tl.where(i == start, position, 0), 0)
         is_draft = (j >= 0) & (j < count - 1)
         if NUM_SETS > 0:
-            seed = tl.load(seeds_ptr + request) + tl.zeros((MAX,), tl.int64)
-            zero = tl.zeros((MAX,), tl.int32)
+            seed = tl.load(seeds_ptr + request) + tl.zeros((TILE,), tl.int64)
+            zero = tl.zeros((TILE,), tl.int32)
             draw, which, _, _ = tl.philox(seed, zero + at, zero, zero + STREAM, zero)
             which = synthetic_set(which, NUM_SETS)
-            threshold = tl.load(thresholds_ptr + which * MAX + j, mask=is_draft, other=0)
+            threshold = tl.load(thresholds_ptr + which * RATES + j, mask=is_draft, other=0)
             is_wrong = is_draft & ((draw.to(tl.int64) & 0xFFFFFFFF) >= threshold)
         else:
             is_wrong = is_draft & (sampled != judged)
@@ -127,7 +128,7 @@ def _accept_kernel(
         stops = tl.load(stops_ptr + request * NUM_STOPS + stop_at, mask=stop_at < NUM_STOPS, other=-1)
         is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
         ends = (j >= 0) & (j <= num_accepted) & is_stop
-        first_end = tl.min(tl.where(ends, j, MAX), 0)
+        first_end = tl.min(tl.where(ends, j, TILE), 0)
         num_out = tl.minimum(tl.minimum(num_accepted + 1, first_end + 1), left)
         num_out = tl.where(count > 0, num_out, 0)
         done_before = tl.load(emitted_ptr + request)
@@ -145,12 +146,12 @@ def _accept_kernel(
         new_count = tl.where(
             (count > 0) & (left > 0), 1 + tl.minimum(tl.load(num_drafts_ptr + request), left - 1), 0
         )
-        new_count = tl.minimum(new_count, MAX - next_row)
+        new_count = tl.minimum(new_count, TILE - next_row)
         mine = (i >= next_row) & (i < next_row + new_count)
         new_ids = tl.where(i == next_row, tl.where(new_count > 0, anchor, new_ids), new_ids)
         new_positions = tl.where(mine, at + i - next_row, new_positions)
         new_request = tl.where(mine, request, new_request)
-        tl.store(row_start_ptr + request, tl.minimum(next_row, MAX - 1))
+        tl.store(row_start_ptr + request, tl.minimum(next_row, TILE - 1))
         tl.store(row_count_ptr + request, new_count)
         next_row += new_count
     tl.store(input_ids_ptr + i, new_ids)
@@ -223,7 +224,8 @@ def accept(
         STOP_BLOCK=power_of_two(num_stops),
         NUM_SETS=0 if thresholds is None else len(thresholds),
         STREAM=SYNTHETIC_STREAM,
-        MAX=MAX_ROWS,
+        TILE=launch.tile_rows,
+        RATES=0 if thresholds is None else thresholds.shape[1],
         CLOCK=requests.clock is not None and requests.clock.is_cuda,
         PDL=launch.pdl,
         **launch.options(1),

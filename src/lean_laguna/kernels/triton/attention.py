@@ -20,7 +20,7 @@ from torch import Tensor
 from lean_laguna.core.engine_sizes import FAR_SPLIT_CHUNKS, NEAR_SPLITS, SPLIT_KEYS
 from lean_laguna.kernels.triton.combine import combine_kernel, split_of
 from lean_laguna.kernels.triton.heads import append_rows, normed_rotated
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv, power_of_two
+from lean_laguna.kernels.triton.launch import WIDE, Launch, cdiv, power_of_two
 from lean_laguna.kernels.triton.layer_cache import LayerCache, from_cache
 from lean_laguna.kernels.triton.primitives import prefetch_rows, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
@@ -63,7 +63,7 @@ class AttentionShape:
     def num_splits(self, max_model_len: int) -> int:
         """Return how many partial sums a row can leave."""
         if self.window:
-            return power_of_two(cdiv(self.window + MAX_ROWS, CHUNK) + 1)
+            return power_of_two(cdiv(self.window + WIDE, CHUNK) + 1)
         return min(cdiv(max_model_len, CHUNK), NEAR_SPLITS) + cdiv(
             max(0, max_model_len - CHUNK * NEAR_SPLITS), CHUNK * FAR_CHUNKS
         )
@@ -90,7 +90,7 @@ def _attend_kernel(
     k_scale,
     v_scale,
     table_stride,
-    MAX: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -168,7 +168,7 @@ def _attend_kernel(
                     eps,
                     k_scale,
                     v_scale,
-                    MAX,
+                    ROWS,
                     WIDTH,
                     H * P,
                     J,
@@ -259,7 +259,7 @@ def attend(
         cache: Keys and values of this layer, [num_blocks, kv_block_size, J, P]; the rows' slots are written.
         block_table: [MAX_ROWS, .] int32 physical block of each logical block of each request.
         rows: The rows of this step.
-        workspace: Partial sums, float32 [MAX_ROWS * H * num_splits * P] and [MAX_ROWS * H * num_splits * 2]
+        workspace: Partial sums, float32 [WIDE * H * num_splits * P] and [WIDE * H * num_splits * 2]
             at least.
         shape: Of this layer.
         launch: What the launches of a step share.
@@ -286,7 +286,7 @@ def attend(
         cache.k_scale,
         cache.v_scale,
         block_table.stride(0),
-        MAX=MAX_ROWS,
+        ROWS=WIDE,
         WIDTH=qkv.stride(0),
         H=shape.num_heads,
         J=shape.num_kv_heads,

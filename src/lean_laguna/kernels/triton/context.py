@@ -14,7 +14,7 @@ from torch import Tensor
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import as_plain
 from lean_laguna.kernels.triton.heads import append_rows
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
+from lean_laguna.kernels.triton.launch import WIDE, Launch, cdiv
 from lean_laguna.kernels.triton.prefill_rows import norm_rows
 from lean_laguna.kernels.triton.primitives import wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
@@ -37,7 +37,7 @@ def _append_context_kernel(
     eps,
     table_stride,
     layer_stride,
-    MAX: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     J: tl.constexpr,
     P: tl.constexpr,
@@ -70,7 +70,7 @@ def _append_context_kernel(
             eps,
             1.0,
             1.0,
-            MAX,
+            ROWS,
             WIDTH,
             0,
             J,
@@ -120,7 +120,7 @@ def append_context(
         eps,
         block_table.stride(0),
         cache[0].stride(0),
-        MAX=MAX_ROWS,
+        ROWS=WIDE,
         WIDTH=kv.stride(0),
         J=J,
         P=P,
@@ -145,7 +145,7 @@ def _append_chunk_kernel(
     num_tokens_ptr,
     eps,
     layer_stride,
-    MAX: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     J: tl.constexpr,
     P: tl.constexpr,
@@ -153,7 +153,7 @@ def _append_chunk_kernel(
     QK_NORM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
 ):
-    start = tl.program_id(0) * MAX
+    start = tl.program_id(0) * ROWS
     first = tl.load(first_ptr)
     num_tokens = tl.load(num_tokens_ptr)
     layer = tl.program_id(1)
@@ -166,7 +166,7 @@ def _append_chunk_kernel(
         v_cache_ptr + layer.to(tl.int64) * layer_stride,
         table_ptr,
         start,
-        tl.minimum(num_tokens - start, MAX),
+        tl.minimum(num_tokens - start, ROWS),
         first + start,
         0,
         first + num_tokens,
@@ -174,7 +174,7 @@ def _append_chunk_kernel(
         eps,
         1.0,
         1.0,
-        MAX,
+        ROWS,
         WIDTH,
         0,
         J,
@@ -255,7 +255,7 @@ def append_chunk_context(
         ):
             norm_rows(context, own[None], normed, n, eps)
             torch.mm(normed, part.t(), out=out)
-    _append_chunk_kernel[(cdiv(len(sums), MAX_ROWS), num_layers, J)](
+    _append_chunk_kernel[(cdiv(len(sums), WIDE), num_layers, J)](
         kv,
         weights.k_norms,
         *layer.rotary,
@@ -265,7 +265,7 @@ def append_chunk_context(
         num_tokens,
         weights.eps,
         cache[0].stride(0),
-        MAX=MAX_ROWS,
+        ROWS=WIDE,
         WIDTH=kv.stride(0),
         J=J,
         P=P,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, cdiv, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import load_weight_tile, prefetch_rows, wait_with_rows
 
 
@@ -165,7 +165,7 @@ def expert_down(
         num_rows,
         scaling,
         N if tap is None else tap.stride(0),
-        MAX=MAX_ROWS,
+        MAX=routing.act.shape[1],
         E=E,
         F=F,
         FS=width,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.formats import Weight, format_of, operand
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, Tile, power_of_two
 from lean_laguna.kernels.triton.primitives import product, silu_times
 from lean_laguna.kernels.triton.router import route
 
@@ -23,12 +23,12 @@ from lean_laguna.kernels.triton.router import route
 class Routing:
     """What a step's routing leaves for the second kernel and for whoever asks; overwritten layer by layer.
 
-    S is the most experts that ``MAX_ROWS`` rows can choose.
+    S is the most experts that ``WIDE`` rows can choose, which Triton's kernels take at most.
 
     Attributes:
-        act: [S, MAX_ROWS, F] silu(gate) * up of each live expert, ascending by id; only rows that chose it
+        act: [S, WIDE, F] silu(gate) * up of each live expert, ascending by id; only rows that chose it
             are set.
-        slot_weights: [S, MAX_ROWS] float32 routing weight of each row for that expert, 0 where not chosen.
+        slot_weights: [S, WIDE] float32 routing weight of each row for that expert, 0 where not chosen.
         slot_experts: [S] int32 ids of the live experts, ascending.
         num_slots: [1] int32 live experts.
         expert_ids: [MAX_ROWS, A] int32 chosen experts of each live row, best first.
@@ -171,7 +171,7 @@ def expert_gate_up(
         routing.expert_ids,
         num_rows,
         softcap,
-        MAX=MAX_ROWS,
+        MAX=routing.act.shape[1],
         E=E,
         E_BLOCK=power_of_two(E),
         A=top_k,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.head import gumbel
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, power_of_two
+from lean_laguna.kernels.triton.launch import WIDE, Launch, power_of_two
 from lean_laguna.kernels.triton.rows import Rows
 
 MAX_TOP_K = 64
@@ -118,8 +118,10 @@ def choose_filtered(
         is_shifted: A row's logits are those of the row before.
     """
     count = min(MAX_TOP_K, logits.shape[1])
-    values, ids = torch.topk(logits, count, dim=1)
-    _filter_kernel[(MAX_ROWS,)](
+    # So many rows at once in any step: of equal logits the library may put others first where it has more.
+    parts = [torch.topk(rows, count, dim=1) for rows in logits[: launch.tile_rows].split(WIDE)]
+    values, ids = (torch.cat(found) if len(parts) > 1 else found[0] for found in zip(*parts, strict=True))
+    _filter_kernel[(launch.cols,)](
         values,
         ids,
         tokens if words is None else words,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.formats import Packed, Weight, format_of, operand, row_bytes, row_elements
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile, cdiv, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import prefetch_rows, product, wait_with_rows
 
 
@@ -142,12 +142,12 @@ def _best_kernel(
         tl.store(token_ptr + row, token, mask=not keep)
 
 
-def _constants(weight: Weight, tile: Tile, launch: Launch) -> dict[str, Any]:
+def _constants(weight: Weight, tile: Tile, launch: Launch, most_rows: int) -> dict[str, Any]:
     """Return what a launch of ``_head_kernel`` must know beforehand, and its options."""
     V, D = weight.shape
     tile = tile.by_warp() if isinstance(weight, Packed) else tile
     return {
-        "MAX": MAX_ROWS,
+        "MAX": most_rows,
         "N": V,
         "K": D,
         "BLOCK_N": tile.block_n,
@@ -214,10 +214,10 @@ def sample(
         position_offset,
         LOGITS=logits is not None,
         CHOOSE=True,
-        **_constants(weight, tile, launch),
+        **_constants(weight, tile, launch, workspace[0].shape[1]),
     )
     row_start, row_request = (tokens, tokens) if draft_rows is None else draft_rows
-    _best_kernel[(MAX_ROWS,)](
+    _best_kernel[(launch.cols,)](
         *workspace,
         tokens,
         row_start,
@@ -225,7 +225,7 @@ def sample(
         tokens if token_map is None else token_map,
         num_rows,
         V=V,
-        MAX=MAX_ROWS,
+        MAX=workspace[0].shape[1],
         PARTS=parts,
         BLOCK=power_of_two(parts),
         DRAFT=draft_rows is not None,
@@ -257,5 +257,5 @@ def write_logits(
         0,
         LOGITS=True,
         CHOOSE=False,
-        **_constants(weight, tile, launch),
+        **_constants(weight, tile, launch, 0),
     )

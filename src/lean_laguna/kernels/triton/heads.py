@@ -67,7 +67,7 @@ def append_rows(
     eps,
     k_scale,
     v_scale,
-    MAX: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     K_AT: tl.constexpr,
     J: tl.constexpr,
@@ -77,7 +77,7 @@ def append_rows(
     KV_BLOCK: tl.constexpr,
 ):
     """Write one KV head of a request's rows whose positions lie in [from_key, to_key) to the cache."""
-    i = tl.arange(0, MAX)
+    i = tl.arange(0, ROWS)
     d = tl.arange(0, P)
     position = first + i
     here = (i < count) & (position >= from_key) & (position < to_key)

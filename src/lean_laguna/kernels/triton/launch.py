@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Token rows of every step buffer; the widest column tile.
+# Token rows of every step buffer; and of one request, for which columns there is a tile everywhere.
 from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
+from lean_laguna.core.engine_sizes import WIDE as WIDE
 
 
 def is_interpreting() -> bool:
@@ -65,7 +66,7 @@ class Launch:
         attention_programs: Programs that share out the splits of the context.
     """
 
-    cols: int = MAX_ROWS
+    cols: int = WIDE
     pdl: bool = False
     programs: int = 528
     attention_programs: int = 264
@@ -74,6 +75,11 @@ class Launch:
     def tile_cols(self) -> int:
         """Columns of a Triton tile: the matrix instructions take no fewer than 8."""
         return max(self.cols, 8)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a Triton tile that holds all rows of a step at once."""
+        return max(self.cols, WIDE)
 
     @property
     def can_prefetch(self) -> bool:

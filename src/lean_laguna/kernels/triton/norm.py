@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, power_of_two
 from lean_laguna.kernels.triton.primitives import normalise, wait_for_inputs, wait_with_rows
 
 
@@ -57,7 +57,7 @@ def embed(
     """
     D = table.shape[1]
     block = min(1024, power_of_two(D))
-    _embed_kernel[(MAX_ROWS, triton.cdiv(D, block))](
+    _embed_kernel[(launch.cols, triton.cdiv(D, block))](
         input_ids,
         num_rows,
         table,
@@ -107,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, num_rows: Tensor, eps: floa
         launch: What the launches of a step share.
     """
     D, parts = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    _rms_norm_kernel[(MAX_ROWS, parts)](
+    _rms_norm_kernel[(launch.cols, parts)](
         x,
         weight,
         out,

@@ -22,10 +22,13 @@ def _publish_kernel(
     words_ptr,
     said_ptr,
     turn_ptr,
+    num_entries_ptr,
     NUM_WORDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAMPED: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ENTRY: tl.constexpr,
     CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -34,7 +37,8 @@ def _publish_kernel(
     i = tl.arange(0, BLOCK)
     to = said_ptr + turn % NUM_BLOCKS * NUM_WORDS
     # The number, and on a GPU the end, are the copy's alone.
-    mine = (i < NUM_WORDS) & ((i < (STAMPED // 2 if CLOCK else STAMPED * 3 // 4)) | (i >= STAMPED))
+    num_words = NUM_WORDS - (ENTRIES - tl.load(num_entries_ptr)) * ENTRY if ENTRY > 0 else NUM_WORDS
+    mine = (i < num_words) & ((i < (STAMPED // 2 if CLOCK else STAMPED * 3 // 4)) | (i >= STAMPED))
     tl.store(to + i, tl.load(words_ptr + i, mask=mine), mask=mine)
     stamps = to.to(tl.pointer_type(tl.int64))
     if CLOCK:
@@ -43,7 +47,15 @@ def _publish_kernel(
     tl.store(turn_ptr, turn + 1)
 
 
-def publish(words: Tensor, said: Tensor, turn: Tensor, launch: Launch) -> None:
+def publish(
+    words: Tensor,
+    said: Tensor,
+    turn: Tensor,
+    launch: Launch,
+    *,
+    entries: Tensor | None = None,
+    num_entries: Tensor | None = None,
+) -> None:
     """Copy a block of state to the host's memory.
 
     Args:
@@ -51,16 +63,21 @@ def publish(words: Tensor, said: Tensor, turn: Tensor, launch: Launch) -> None:
         said: [n, N] int32, written: row ``turn`` % n. On a GPU in pinned memory of the host.
         turn: [1] int32 steps before this one; one more afterwards, which is the step's number.
         launch: What the launches of a step share.
+        entries: [R, n] int32 that ends the block; with ``num_entries``.
+        num_entries: [1] int32: only so many of these are copied; None: all.
     """
     num_blocks, num_words = said.shape
     _publish_kernel[(1,)](
         words,
         said,
         turn,
+        turn if num_entries is None else num_entries,
         NUM_WORDS=num_words,
         NUM_BLOCKS=num_blocks,
         BLOCK=power_of_two(num_words),
         STAMPED=NUM_STAMP_WORDS,
+        ENTRIES=0 if entries is None else entries.shape[0],
+        ENTRY=0 if entries is None else entries.shape[1],
         CLOCK=words.is_cuda,
         PDL=launch.pdl,
         **launch.options(8),

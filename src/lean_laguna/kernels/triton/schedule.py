@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM, synthetic_set
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.primitives import wait_for_inputs
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import SparkWeights
@@ -41,13 +41,15 @@ def _schedule_kernel(
     row_request_ptr,
     num_rows_ptr,
     num_requests_ptr,
-    MAX: tl.constexpr,
+    TILE: tl.constexpr,
+    LAST: tl.constexpr,
+    RATES: tl.constexpr,
     NUM_SETS: tl.constexpr,
     STREAM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL, False)
-    i = tl.arange(0, MAX)
+    i = tl.arange(0, TILE)
     num_rows = tl.load(num_rows_ptr)
     live = i < num_rows
     request = tl.load(row_request_ptr + i)
@@ -59,17 +61,17 @@ def _schedule_kernel(
     # Rows of one request up to each row: [row, row before].
     up_to = (request[:, None] == request[None, :]) & (i[None, :] <= i[:, None]) & is_draft[None, :]
     if NUM_SETS > 0:
-        zero = tl.zeros((MAX,), tl.int32)
+        zero = tl.zeros((TILE,), tl.int32)
         anchor = position - index
         key = tl.load(request_seeds_ptr + request)
         _, word, _, _ = tl.philox(key, anchor, zero, zero + STREAM, zero)
-        at = synthetic_set(word, NUM_SETS) * MAX + index - 1
+        at = synthetic_set(word, NUM_SETS) * RATES + index - 1
         reached = tl.load(thresholds_ptr + at, mask=is_draft, other=0).to(tl.float32) * 2.3283064365386963e-10
         before = tl.load(thresholds_ptr + at - 1, mask=is_draft & (index > 1), other=1 << 32)
         before = before.to(tl.float32) * 2.3283064365386963e-10
         chance = tl.where(before > 0.0, reached / tl.where(before > 0.0, before, 1.0), 0.0)
     else:
-        at = (temperature > 0.0).to(tl.int32) * MAX + index - 1
+        at = (temperature > 0.0).to(tl.int32) * RATES + index - 1
         guess = tl.load(guesses_ptr + i, mask=is_draft, other=0.0)
         guess = guess * tl.load(scales_ptr + at, mask=is_draft, other=1.0)
         guess += tl.load(offsets_ptr + at, mask=is_draft, other=0.0)
@@ -87,11 +89,11 @@ def _schedule_kernel(
     num_drafts = tl.sum(is_draft.to(tl.int32), 0)
     within = is_draft[None, :] & (rank[None, :] < i[:, None])
     expected = num_anchors + tl.sum(tl.where(within, survival[None, :], 0.0), 1)
-    can_send = (i <= num_drafts) & (num_anchors + i <= MAX)
+    can_send = (i <= num_drafts) & (num_anchors + i <= TILE)
     value = expected - tl.load(prices_ptr + num_anchors + i, mask=can_send, other=0.0)
     value = tl.where(can_send, value, float("-inf"))
-    num_sent = tl.min(tl.where(value == tl.max(value, 0), i, MAX), 0)
-    num_sent = tl.where(tl.load(prices_ptr + MAX) > 0.0, num_sent, num_drafts)
+    num_sent = tl.min(tl.where(value == tl.max(value, 0), i, TILE), 0)
+    num_sent = tl.where(tl.load(prices_ptr + LAST) > 0.0, num_sent, num_drafts)
     keep = live & ((index == 0) | (rank < num_sent))
     to = tl.sum((keep[None, :] & (i[None, :] < i[:, None])).to(tl.int32), 1)
     num_kept = tl.sum(keep.to(tl.int32), 0)
@@ -102,7 +104,7 @@ def _schedule_kernel(
     is_request = i < tl.load(num_requests_ptr)
     cut = tl.sum((mine & (live & (keep == 0))[None, :]).to(tl.int32), 1)
     tl.store(cut_ptr + i, tl.load(cut_ptr + i) + cut, mask=is_request)
-    tl.store(row_start_ptr + i, tl.minimum(first, MAX - 1), mask=is_request)
+    tl.store(row_start_ptr + i, tl.minimum(first, TILE - 1), mask=is_request)
     tl.store(row_count_ptr + i, count, mask=is_request)
     tl.store(input_ids_ptr + to, token, mask=keep)
     tl.store(positions_ptr + to, position, mask=keep)
@@ -163,7 +165,9 @@ def schedule(
         rows.row_request,
         rows.num_rows,
         rows.num_requests,
-        MAX=MAX_ROWS,
+        TILE=launch.tile_rows,
+        LAST=len(prices) - 1,
+        RATES=(weights.scales if thresholds is None else thresholds).shape[1],
         NUM_SETS=0 if thresholds is None else len(thresholds),
         STREAM=SYNTHETIC_STREAM,
         PDL=launch.pdl,

@@ -17,7 +17,7 @@ from lean_laguna.kernels.triton.expert_down import expert_down
 from lean_laguna.kernels.triton.experts import Routing, expert_gate_up
 from lean_laguna.kernels.triton.formats import Weight
 from lean_laguna.kernels.triton.head import sample
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv
+from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, cdiv
 from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import gate_up, project
@@ -39,7 +39,7 @@ class Caches:
     Attributes:
         layers: Of each layer, keys and values, [num_blocks, kv_block_size, J, P] each; and an FP8 cache's
             scales.
-        tables: [MAX_ROWS, .] int32 block table of each layer; layers of one group share theirs.
+        tables: [R, .] int32 block table of each layer; layers of one group share theirs.
     """
 
     layers: tuple[LayerCache | tuple[Tensor, Tensor], ...]
@@ -115,14 +115,15 @@ class Scratch:
         experts = max([m.gate_up.shape[0] for m in sparse], default=1)
         top_k = max([m.top_k for m in sparse], default=1)
         width = max([m.down.shape[2] for m in sparse], default=1)
-        slots = min(experts, MAX_ROWS * top_k)
+        # The kernels in CUDA C++ lay both out by row: there is room for all rows, too.
+        slots = max(min(experts, WIDE * top_k), 2 * cdiv(MAX_ROWS, WIDE) * top_k)
 
         def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
             return torch.empty(size, dtype=of, device=device)
 
         routing = Routing(
-            act=empty(slots, MAX_ROWS, width),
-            slot_weights=empty(slots, MAX_ROWS, of=torch.float32),
+            act=empty(slots, WIDE, width),
+            slot_weights=empty(slots, WIDE, of=torch.float32),
             slot_experts=torch.zeros(slots, dtype=torch.int32, device=device),
             num_slots=torch.zeros(1, dtype=torch.int32, device=device),
             expert_ids=torch.zeros(MAX_ROWS, top_k, dtype=torch.int32, device=device),
@@ -146,9 +147,9 @@ class Scratch:
 
 
 def _parts(layers: tuple[LayerWeights, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for the sums of attention's parts, and for their peaks and totals."""
+    """Return room for the sums of attention's parts, and for their peaks and totals, of ``WIDE`` rows."""
     shapes = {(layer.attention.shape, layer.rotary[0].shape[0]) for layer in layers}
-    rows = {(MAX_ROWS * s.num_heads * s.num_splits(n), s.head_dim) for s, n in shapes}
+    rows = {(WIDE * s.num_heads * s.num_splits(n), s.head_dim) for s, n in shapes}
     sums = max((num * head_dim for num, head_dim in rows), default=0)
     stats = max((num * 2 for num, _ in rows), default=0)
     return torch.empty(sums, device=device), torch.empty(stats, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lean_laguna.kernels.triton.formats import format_of, operand
 from lean_laguna.kernels.triton.head import gumbel
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, cdiv, is_interpreting, power_of_two
+from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, cdiv, is_interpreting, power_of_two
 from lean_laguna.kernels.triton.primitives import load_weight_tile, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import SparkWeights
@@ -32,7 +32,7 @@ class Walk:
     """Buffers of the walk.
 
     Attributes:
-        logits: [MAX_ROWS, V'] float32 of the block; the bias is added in place where somebody filters them.
+        logits: [most, V'] float32 of the block; the bias is added in place where somebody filters them.
         words: [MAX_ROWS] int64 best token of each row: score in the upper half, complement of its id below.
         guesses: [MAX_ROWS] float32 confidence logit of each row's draft.
     """
@@ -42,10 +42,10 @@ class Walk:
     guesses: Tensor
 
     @classmethod
-    def allocate(cls, vocab_size: int, device: torch.device | str) -> Walk:
-        """Return buffers for a drafter of so many words."""
+    def allocate(cls, vocab_size: int, device: torch.device | str, most_rows: int = WIDE) -> Walk:
+        """Return buffers for a drafter of so many words, and logits of so many rows."""
         return cls(
-            torch.zeros(MAX_ROWS, vocab_size, device=device),
+            torch.zeros(most_rows, vocab_size, device=device),
             torch.zeros(MAX_ROWS, dtype=torch.int64, device=device),
             torch.zeros(MAX_ROWS, device=device),
         )
@@ -269,7 +269,7 @@ def finish_walk(
     """
     D, R = hidden.shape[1], weights.bias.shape[1]
     confidence = weights.confidence
-    _finish_kernel[(MAX_ROWS,)](
+    _finish_kernel[(launch.cols,)](
         hidden,
         weights.before,
         hidden if confidence is None else confidence,

@@ -28,3 +28,15 @@ def test_blocks_are_left_in_turn_and_numbered(device):
         assert not words.is_cuda or stamps[at, 2] > 0
     assert said[1, -1] == 1, "the blocks between stay"
     assert turn.item() == NUM_BLOCKS + 1
+
+
+def test_only_the_entries_that_there_are_go_along(device):
+    words = torch.arange(NUM_WORDS, dtype=torch.int32, device=device)
+    said = torch.full((1, NUM_WORDS), -1, dtype=torch.int32, pin_memory=words.is_cuda)
+    entries, num_entries = words[NUM_WORDS - 12 :].view(4, 3), words[9:10]
+    num_entries[0] = 2
+    publish(words, said, torch.zeros_like(num_entries), Launch(), entries=entries, num_entries=num_entries)
+    if words.is_cuda:
+        torch.cuda.synchronize()
+    assert said[0, NUM_STAMP_WORDS:-6].tolist() == words[NUM_STAMP_WORDS:-6].tolist()
+    assert said[0, -6:].tolist() == [-1] * 6
