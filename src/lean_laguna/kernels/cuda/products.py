@@ -18,7 +18,7 @@ from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.cuda.packed_products import contest_bytes, routing_bytes
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Packed, Weight
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
+from lean_laguna.kernels.triton.launch import WIDE, Launch
 from lean_laguna.kernels.triton.weights import SparseWeights
 
 WARPS = 8
@@ -28,6 +28,9 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
+TILE, TILE_COLUMNS = 32, 2048
+"""Rows that a program takes at most, and columns that it holds in registers of so many; of longer rows, and
+where lanes load for themselves, half as many. Programs side by side take the rows beyond."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
@@ -49,9 +52,16 @@ def _ring(num_loads: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
 
 
+def _tile(weight: Tensor, cols: int) -> int:
+    """Return the rows of a program of ``project``."""
+    k = weight.shape[-1]
+    fits_wide = k <= TILE_COLUMNS and has_bulk_copies(weight.device) and _fits_units(weight, cols=TILE)
+    return min(cols, TILE if fits_wide else WIDE)
+
+
 def _unit_bytes(k: int, cols: int) -> int:
-    """Return the bytes that products of units take beside their ring: tokens and sums."""
-    return cols * (k + 8) * 2 + 2 * WARPS * cols * 8 * 4
+    """Return the bytes that products of units take beside their ring: tokens, 16 at a time, and sums."""
+    return min(cols, WIDE) * (k + 8) * 2 + 2 * WARPS * cols * 8 * 4
 
 
 def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, int], int]:
@@ -102,11 +112,11 @@ def _num_threads(device: torch.device) -> int:
     return THREADS + 32 * has_bulk_copies(device)
 
 
-def _fits_units(weight: Tensor, rest: int = 64) -> bool:
-    """Say whether units of a weight fit the card's shared memory in the widest step."""
+def _fits_units(weight: Tensor, rest: int = 64, cols: int = WIDE) -> bool:
+    """Say whether units of a weight fit the card's shared memory with so many rows."""
     k = weight.shape[-1]
     least = 8 * k * 2 + 16 if has_bulk_copies(weight.device) else THREADS * 16
-    return rest + _unit_bytes(k, MAX_ROWS) + least <= shared_memory(weight.device)
+    return rest + _unit_bytes(k, cols) + least <= shared_memory(weight.device)
 
 
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
@@ -148,14 +158,15 @@ def project(
         packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    units, cols = n // (4 if gated else 8), launch.cols
-    grid = min(units, _num_programs(weight.device, cols))
+    units, cols = n // (4 if gated else 8), _tile(weight, launch.cols)
+    groups = launch.cols // cols
+    grid = min(units, max(1, _num_programs(weight.device, cols) // groups))
     constants, shared = _units(weight, cols, k // 2 if cols == 1 else 64, -(-units // grid))
     slots = constants.pop("RING") if constants["BULK"] else 0
-    source = Source.of("project", GATED=gated, **constants)
+    source = Source.of("project", GATED=gated, GROUPS=groups, **constants)
     strides = (x.stride(0), out.stride(0))
     arguments = (x, norm, weight, out, normed, num_rows, eps, *strides, n, slots)
-    launch_kernel(source, grid, _num_threads(weight.device), shared, arguments, launch)
+    launch_kernel(source, grid * groups, _num_threads(weight.device), shared, arguments, launch)
 
 
 def fits_project_add(weight: Weight) -> bool:
@@ -182,11 +193,12 @@ def project_add(
         packed_products.project_add(x, weight, hidden, num_rows, launch, tap)
         return
     n, k = weight.shape
-    blocks, is_lone = k // THREADS, launch.cols == 1
-    rest = WARPS * launch.cols * 16 * 4 + k * 2 * is_lone
+    cols = min(launch.cols, TILE)
+    blocks, is_lone, groups = k // THREADS, cols == 1, launch.cols // cols
+    rest = WARPS * cols * 16 * 4 + k * 2 * is_lone
     room = (shared_memory(weight.device) - rest) // (2 * THREADS * 16)
     ring = min(LONE_ADD_RING if is_lone else ADD_RING, blocks, room)
-    ahead = (c for c in range(ADD_AHEAD // (1 if launch.cols <= 8 else 2), 0, -1) if blocks % c == 0)
+    ahead = (c for c in range(ADD_AHEAD // max(1, cols // 8), 0, -1) if blocks % c == 0)
     source = Source.of(
         "project_add",
         K=k,
@@ -195,11 +207,13 @@ def project_add(
         RING=ring,
         PACE=min(LONE_ADD_PACE, ring) if is_lone else ring,
         AHEAD=next(ahead),
-        COLS=launch.cols,
+        COLS=cols,
+        GROUPS=groups,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
     shared = rest + ring * 2 * THREADS * 16
-    launch_kernel(source, n // 16, THREADS, shared, (x, weight, hidden, tap, num_rows, *strides), launch)
+    arguments = (x, weight, hidden, tap, num_rows, *strides)
+    launch_kernel(source, n // 16 * groups, THREADS, shared, arguments, launch)
 
 
 def _has_packed(mlp: SparseWeights) -> bool:
@@ -225,8 +239,8 @@ def fits_experts(mlp: SparseWeights) -> bool:
         return False
     if _has_packed(mlp):
         return packed_products.fits_experts(mlp)
-    tables = routing_bytes(experts, mlp.top_k, MAX_ROWS)
-    least = _down_bytes(mlp, MAX_ROWS) + tables + THREADS * 16
+    tables = routing_bytes(experts, mlp.top_k, WIDE)
+    least = _down_bytes(mlp, WIDE) + tables + THREADS * 16
     return _fits_units(_plain(mlp.gate_up), 64 + tables) and least <= shared_memory(mlp.bias.device)
 
 

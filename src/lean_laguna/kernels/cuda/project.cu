@@ -24,9 +24,9 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 #else
     u16 *tokens = ring + RING_SIZE;
 #endif
-    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
+    float *norms = (float *)(tokens + STAGED * STRIDE), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    const int count = n / OUTPUTS, step = gridDim.x;
+    const int count = n / OUTPUTS, step = NUM_PROGRAMS, first_row = blockIdx.x % GROUPS * COLS;
 
     stamp(STARTED);
 #if BULK
@@ -42,14 +42,14 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
         make_arrivals(arrivals, slots);
 #pragma unroll 1
         for (int slot = 0; slot < slots; slot++)
-            if (blockIdx.x + slot * step < count) ask(slot, blockIdx.x + slot * step);
+            if (PROGRAM + slot * step < count) ask(slot, PROGRAM + slot * step);
     }
 #else
     const u16 *own = weight + warp * PART + 8 * t;
     u16 *slot = ring + thread * 8;
 #pragma unroll
     for (int j = 0; j < RING; j++) {
-        const int unit = blockIdx.x + (LOADS <= RING ? (j / LOADS) * step : 0);
+        const int unit = PROGRAM + (LOADS <= RING ? (j / LOADS) * step : 0);
         stream(slot + j * WARPS * 256, own + row_at(unit, g, n) * K + j % LOADS * 32, unit < count);
     }
 #endif
@@ -58,9 +58,11 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
         if (warp < WARPS && i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
     // How many rows there are changes only at the end of a step.
-    const int live = min(load_fresh32(num_rows), COLS);
+    const int live = min(load_fresh32(num_rows) - first_row, COLS);
     let_next_start();
     stamp(ASKED);
+    x += (size_t)first_row * x_stride, out += (size_t)first_row * out_stride;
+    Tokens operands(tokens, live);
     auto normalise = [&]() {
         if (warp >= WARPS) {
             meet_norm(live);
@@ -70,10 +72,16 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
+            u16 *own_normed = normed ? normed + (size_t)first_row * K : normed;
+#pragma unroll
+            for (int f = 0; f < FRAGMENTS; f++) {
+                const int rows = FRAGMENTS > 1 ? min(live - 16 * f, 16) : live;
+                normalise_rows(x + (size_t)(16 * f) * x_stride, own_scale, tokens, norms, sums,
+                               own_normed ? own_normed + 16 * f * K : normed, rows, 16 * f, eps, x_stride);
+                if (FRAGMENTS > 1) operands.expect(rows), operands.hold(f);
+            }
         }
     };
-    Tokens operands(tokens, live);
     auto add_up = [&](int unit, const float *own_sums) {
         const int token = thread / OUTPUTS, own = thread % OUTPUTS;
         if (token < live) {
@@ -81,7 +89,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
             const float y = sum_of(from), up = GATED ? sum_of(from + 4) : 0.0f;
             out[(size_t)token * out_stride + unit * OUTPUTS + own] = GATED ? gated(y, up) : to_bf16(y);
         }
-        if (unit == blockIdx.x) stamp(FIRST_DONE);
+        if (unit == PROGRAM) stamp(FIRST_DONE);
     };
 #if BULK
     __syncthreads();  // arrivals are made before anybody waits for one, even where no row brings a barrier
@@ -91,14 +99,14 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     normalise();
     stamp(PREPARED);
 #if BULK
-    if (warp < WARPS) operands.hold();
+    if (warp < WARPS && FRAGMENTS == 1) operands.hold();
     take_units(step, count, slots, ring, sums, arrivals, operands, ask, add_up);
 #else
     int buffer = 0;
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    Sums even = {}, odd = {};
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
-    for (int first = blockIdx.x; first < count; first += step * UNITS) {
+    for (int first = PROGRAM; first < count; first += step * UNITS) {
         for (int turn = 0; turn < turns; turn++) {
 #pragma unroll
             for (int j = 0; j < RING; j++) {
@@ -115,7 +123,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                     __syncthreads();
                     add_up(done, sums + buffer * SUMS);
                     buffer ^= 1;
-                    for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
+                    for (int i = 0; i < 4; i++) even[0][i] = odd[0][i] = 0.0f;
                 }
             }
         }

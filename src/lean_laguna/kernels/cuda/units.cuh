@@ -1,8 +1,9 @@
 // What project.cu and experts_up.cu share: units of 8 weight rows times all tokens, each warp its own part of K, whose
 // sums are added in the order of warps.
 //
-// -D: K row length; WARPS; COLS tokens (1, 8 or 16; the instruction is the same, and so a row's bits); BULK 1: whole rows
-// come by the copy engine, RING units ahead; otherwise RING 16-byte loads in flight a lane.
+// -D: K row length; WARPS; COLS tokens (1, 8, 16 or 32; the instruction is the same, and so a row's bits); BULK 1: whole
+// rows come by the copy engine, RING units ahead; otherwise RING 16-byte loads in flight a lane. GROUPS programs take
+// the same units, each COLS tokens of its own: neighbours, so that memory is read once for all of them.
 #pragma once
 #include "common.cuh"
 
@@ -13,6 +14,17 @@
 #define RING_SIZE (BULK ? RING * UNIT : RING * WARPS * 256)  // elements
 // By the copy engine, one warp more asks for units, when the others have ended their turns at a place.
 #define THREADS ((WARPS + BULK) * 32)
+#ifndef GROUPS
+#define GROUPS 1
+#endif
+// A program's number among those of its group, and how many they are.
+#define PROGRAM (blockIdx.x / GROUPS)
+#define NUM_PROGRAMS (gridDim.x / GROUPS)
+// Sixteen tokens are the rows of one instruction; so many lie in shared memory at most.
+#define FRAGMENTS ((COLS + 15) / 16)
+#define STAGED (COLS > 16 ? 16 : COLS)
+// Rows that are normalised at a time.
+#define AT_ONCE (COLS > 16 ? 16 : 8)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
 // Floats set aside for the norm: a lone row's squares, or the rows' inverses.
@@ -22,15 +34,23 @@
 #define HELD (BULK && COLS > 1)
 #endif
 
-// Tokens g and g + 8 in a warp's part of K, zeros where there are none.
+// A unit's sums of one warp.
+typedef float Sums[FRAGMENTS][4];
+
+// Tokens g and g + 8 of each sixteen in a warp's part of K, zeros where there are none.
 struct Tokens {
     const u16 *at;
     bool has_low, has_high;
-    uint4 low[HELD ? LOADS : 1], high[HELD && COLS > 8 ? LOADS : 1];
+    uint4 low[FRAGMENTS][HELD ? LOADS : 1], high[FRAGMENTS][HELD && COLS > 8 ? LOADS : 1];
 
     METHOD Tokens(const u16 *tokens, int live) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         at = tokens + g * STRIDE + (threadIdx.x >> 5) * PART + 8 * t;
+        expect(live);
+    }
+    // How many there are of those in shared memory.
+    METHOD void expect(int live) {
+        const int g = (threadIdx.x & 31) >> 2;
         has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     }
     METHOD uint4 read_low(int j) const { return has_low ? *(const uint4 *)(at + j * 32) : make_uint4(0, 0, 0, 0); }
@@ -38,22 +58,24 @@ struct Tokens {
         return has_high ? *(const uint4 *)(at + 8 * STRIDE + j * 32) : make_uint4(0, 0, 0, 0);
     }
     // When they are in shared memory.
-    METHOD void hold() {
+    METHOD void hold(int f = 0) {
 #pragma unroll
         for (int j = 0; j < (HELD ? LOADS : 0); j++) {
-            low[j] = read_low(j);
-            if (COLS > 8) high[j] = read_high(j);
+            low[f][j] = read_low(j);
+            if (COLS > 8) high[f][j] = read_high(j);
         }
     }
     // Block j of 32 columns times a lane's piece of a weight row.
-    METHOD void multiply_piece(float (&even)[4], float (&odd)[4], int j, uint4 w) const {
-        if (HELD)
-            multiply_block(even, odd, low[j], COLS > 8 ? high[j] : make_uint4(0, 0, 0, 0), w);
-        else
-            multiply_block(even, odd, read_low(j), read_high(j), w);
+    METHOD void multiply_piece(Sums &even, Sums &odd, int j, uint4 w) const {
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++)
+            if (HELD)
+                multiply_block(even[f], odd[f], low[f][j], COLS > 8 ? high[f][j] : make_uint4(0, 0, 0, 0), w);
+            else
+                multiply_block(even[f], odd[f], read_low(j), read_high(j), w);
     }
     // A unit whose rows lie one after another in shared memory.
-    METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit) const {
+    METHOD void multiply_unit(Sums &even, Sums &odd, const u16 *unit) const {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const u16 *w = unit + g * K + (threadIdx.x >> 5) * PART + 8 * t;
 #pragma unroll
@@ -69,22 +91,24 @@ struct Tokens {
     }
 };
 
-// RMSNorm of all rows, eight at a time: a thread keeps its pieces of each, a warp adds up a row's squares.
+// RMSNorm of rows, some at a time: a thread keeps its pieces of each, a warp adds up a row's squares. `spare` has room
+// for AT_ONCE * K / 8 floats; only where rows of more than sixteen take turns it is not `tokens`. Row r is row
+// `number + r` of all.
 DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)], u16 *tokens, float *inverses,
-                           u16 *normed, int live, float eps, int x_stride) {
+                           float *spare, u16 *normed, int live, int number, float eps, int x_stride) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, own = warp * (PART / 8), count = PART / 8;
-    for (int first = 0; first < live; first += 8) {
-        const int rows = min(live - first, 8);
-        uint4 pieces[8][OWN_PIECES(K, WARPS)];
-        float *squares = (float *)(tokens + first * STRIDE);  // before the rows themselves
+    for (int first = 0; first < live; first += AT_ONCE) {
+        const int rows = min(live - first, AT_ONCE);
+        uint4 pieces[AT_ONCE][OWN_PIECES(K, WARPS)];
+        float *squares = FRAGMENTS > 1 ? spare : (float *)(tokens + first * STRIDE);  // before the rows themselves
 #pragma unroll
-        for (int r = 0; r < 8; r++)
+        for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
             for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
                 if (r < rows && i * 32 + lane < count)
                     pieces[r][i] = load_fresh(x + (size_t)(first + r) * x_stride + (own + i * 32 + lane) * 8);
 #pragma unroll
-        for (int r = 0; r < 8; r++)
+        for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
             for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
                 if (r < rows && i * 32 + lane < count) squares[r * (K / 8) + own + i * 32 + lane] = squares_of(pieces[r][i]);
@@ -98,7 +122,7 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
         }
         __syncthreads();
 #pragma unroll
-        for (int r = 0; r < 8; r++) {
+        for (int r = 0; r < AT_ONCE; r++) {
             if (r >= rows) continue;
             const int row = first + r;
             const float inverse = inverses[row];
@@ -108,7 +132,7 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
                 const int k = (own + i * 32 + lane) * 8;
                 const uint4 y = scaled(pieces[r][i], inverse, by[i]);
                 *(uint4 *)(tokens + row * STRIDE + k) = y;
-                if (normed && row % gridDim.x == blockIdx.x) *(uint4 *)(normed + (size_t)row * K + k) = y;
+                if (normed && (number + row) % NUM_PROGRAMS == PROGRAM) *(uint4 *)(normed + (size_t)row * K + k) = y;
             }
         }
     }
@@ -120,15 +144,19 @@ DEVICE void meet_norm(int live) {
     if (COLS == 1)
         __syncthreads();
     else
-        for (int first = 0; first < live; first += 8) __syncthreads(), __syncthreads();
+        for (int first = 0; first < live; first += AT_ONCE) __syncthreads(), __syncthreads();
 }
 
 // Leave a warp's part of a unit's sums; a barrier must follow.
-DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {
+DEVICE void leave_sums(float *sums, const Sums &even, const Sums &odd) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float *mine = sums + (threadIdx.x >> 5) * COLS * 8;
-    if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-    if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        float *mine = sums + (threadIdx.x >> 5) * COLS * 8 + f * 128;
+        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[f][0] + odd[f][0], even[f][1] + odd[f][1]);
+        if (COLS > 8)
+            *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[f][2] + odd[f][2], even[f][3] + odd[f][3]);
+    }
 }
 // The warps' parts of one product.
 DEVICE float sum_of(const float *from) {
@@ -156,15 +184,15 @@ DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *s
     u64 *turns = arrivals + slots;
     int slot = 0, parity = 0, buffer = 0;
     if (threadIdx.x >= WARPS * 32) {
-        for (int unit = blockIdx.x + slots * step; unit < count; unit += step) {
+        for (int unit = PROGRAM + slots * step; unit < count; unit += step) {
             wait_for_turns(turns + slot, parity);
             if (asks()) ask(slot, unit);
             if (++slot == slots) slot = 0, parity ^= 1;
         }
         return;
     }
-    for (int unit = blockIdx.x; unit < count; unit += step) {
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    for (int unit = PROGRAM; unit < count; unit += step) {
+        Sums even = {}, odd = {};
         wait_for_bytes(arrivals + slot, parity);
         operands.multiply_unit(even, odd, ring + slot * UNIT);
         __syncwarp();

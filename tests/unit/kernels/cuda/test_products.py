@@ -55,6 +55,39 @@ def test_a_lone_row_has_the_bits_of_wider_products(draw, poisoned, count, k, gat
         assert torch.equal(found[0][1], other[1])
 
 
+@pytest.mark.parametrize(("k", "gated", "live", "cols"), [(512, False, 27, 32), (512, True, 45, 64)])
+def test_rows_of_wide_products_have_the_bits_of_lone_ones(draw, poisoned, count, k, gated, live, cols):
+    x, norm = rows_of(draw, poisoned, live, k), draw(k, scale=0.2) + 1
+    weight = draw(128, k, scale=k**-0.5)
+    n = 64 if gated else 128
+
+    def run(rows, live, cols):
+        out, normed = poisoned(MAX_ROWS, n), poisoned(MAX_ROWS, k)
+        own = {"gated": gated, "normed": None if gated else normed}
+        products.project(rows, norm, weight, out, count(live), EPS, Launch(cols), **own)
+        return out, normed
+
+    out, normed = run(x, live, cols)
+    assert out[live:].isnan().all()
+    assert normed[live:].isnan().all()
+    for row in (0, 9, 16, live - 1):
+        alone = poisoned(MAX_ROWS, k)
+        alone[0] = x[row]
+        lone_out, lone_normed = run(alone, 1, 1)
+        assert torch.equal(lone_out[0].view(torch.int16), out[row].view(torch.int16))
+        assert torch.equal(lone_normed[0].view(torch.int16), normed[row].view(torch.int16))
+
+
+def test_programs_side_by_side_take_the_rows_of_long_products(draw, poisoned, count):
+    x, norm = rows_of(draw, poisoned, 50, 2304), draw(2304) + 1
+    weight, outs = draw(16, 2304, scale=2304**-0.5), []
+    for first, live, cols in ((0, 50, 64), (34, 16, 16)):
+        outs.append(poisoned(MAX_ROWS, 16))
+        products.project(x[first:], norm, weight, outs[-1], count(live), EPS, Launch(cols))
+    assert torch.equal(outs[0][34:50].view(torch.int16), outs[1][:16].view(torch.int16))
+    assert outs[0][50:].isnan().all()
+
+
 def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypatch):
     monkeypatch.setattr(products, "MAX_RING", 2)
     monkeypatch.setattr(products, "has_bulk_copies", lambda device: False)
@@ -64,7 +97,7 @@ def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypa
     torch.testing.assert_close(out[:3], plain.linear(plain.rms_norm(x, norm, EPS), weight)[:3], **CLOSE)
 
 
-@pytest.mark.parametrize(("live", "cols"), [(1, 1), (8, 8), (16, 16)])
+@pytest.mark.parametrize(("live", "cols"), [(1, 1), (8, 8), (16, 16), (31, 32), (49, 64)])
 def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols):
     k, n = 1536, 48
     x, weight = rows_of(draw, poisoned, live, k), draw(n, k, scale=k**-0.5)
@@ -84,6 +117,10 @@ def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, po
     start = rows_of(draw, poisoned, 9, 32)
     together = start.clone()
     products.project_add(x, weight, together, count(9), Launch(16))
+    for cols in (32, 64):
+        wide = start.clone()
+        products.project_add(x, weight, wide, count(9), Launch(cols))
+        assert torch.equal(wide.view(torch.int16), together.view(torch.int16))
     for cols in (1, 8):
         alone = poisoned(MAX_ROWS, 32)
         alone[0] = start[0]
