@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "units.cuh")
+HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "table.cuh", "units.cuh", "wide.cuh")
 
 
 class CompilationError(RuntimeError):

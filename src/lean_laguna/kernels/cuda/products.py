@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lean_laguna.kernels.cuda import packed_products
+from lean_laguna.kernels.cuda import packed_products, wide_experts
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import fits
@@ -274,6 +274,9 @@ def run_experts(
     project(hidden, mlp.norm, mlp.router_gate_up, scores, num_rows, eps, launch, normed=normed, rows=experts)
     if _has_packed(mlp):
         packed_products.run_experts(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
+        return
+    if launch.cols > WIDE:
+        wide_experts.run(mlp, hidden, scores, normed, shared_act, routing, num_rows, launch, tap)
         return
     _run_up(mlp, normed, scores, shared_act, routing, num_rows, launch)
     _run_down(mlp, hidden, scores, shared_act, routing, num_rows, launch, tap)

@@ -122,6 +122,40 @@ template <int COUNT> DEVICE Best best_of(const int (&keys)[COUNT], const float (
     return found[0];
 }
 
+// A warp's choice for one token, best first, and its weights; `gates` come as scores: of experts lane, lane + 32 and so on,
+// and `bias` is theirs.
+DEVICE void choose(u8 *chosen, float *weights, float (&gates)[E / 32], const float (&bias)[E / 32], float softcap) {
+    const int lane = threadIdx.x & 31;
+    int keys[E / 32];
+#pragma unroll
+    for (int i = 0; i < E / 32; i++) {
+        gates[i] = gate_of(gates[i], softcap);
+        keys[i] = ordered(gates[i] + bias[i]);
+    }
+    Best best = best_of(keys, gates);
+#pragma unroll 1
+    for (int a = 0; a < A; a++) {
+        const int highest = max_over_warp(best.key);
+        const u32 equals = votes(best.key == highest);
+        int winner = __ffs(equals) - 1;
+        if (equals & (equals - 1)) winner = min_over_warp(best.key == highest ? best.at * 32 + lane : E) & 31;
+        const bool wins = lane == winner;
+        if (wins) {
+            chosen[a] = (u8)(best.at * 32 + lane);
+            weights[a] = best.gate;
+        }
+#pragma unroll
+        for (int i = 0; i < E / 32; i++) keys[i] = wins && i == best.at ? LOWEST : keys[i];
+        best = best_of(keys, gates);
+    }
+    __syncwarp();
+    float total = 0.0f;
+#pragma unroll
+    for (int a = 0; a < A; a++) total += weights[a];
+    __syncwarp();
+    for (int a = lane; a < A; a += 32) weights[a] = rounded(NORM_TOPK ? weights[a] / total : weights[a]);
+}
+
 // Fill `r` for `live` tokens; called by all threads, ends with a barrier.
 // `bias` is this lane's: of experts lane, lane + 32 and so on. `meanwhile` asks for what need not come first.
 template <class Meanwhile>
@@ -136,36 +170,8 @@ DEVICE void route(Routing &r, const u16 *scores, const float (&bias)[E / 32], in
     }
     if (thread < 8) r.live[thread] = 0;
     for (int token = warp; token < live && token < COLS; token += warps) {
-        int keys[E / 32];
         if (token != warp) load_scores(scores, token * E + lane, gates);
-#pragma unroll
-        for (int i = 0; i < E / 32; i++) {
-            gates[i] = gate_of(gates[i], softcap);
-            keys[i] = ordered(gates[i] + bias[i]);
-        }
-        Best best = best_of(keys, gates);
-#pragma unroll 1
-        for (int a = 0; a < A; a++) {
-            const int highest = max_over_warp(best.key);
-            const u32 equals = votes(best.key == highest);
-            int winner = __ffs(equals) - 1;
-            if (equals & (equals - 1)) winner = min_over_warp(best.key == highest ? best.at * 32 + lane : E) & 31;
-            const bool wins = lane == winner;
-            if (wins) {
-                r.chosen[token][a] = (u8)(best.at * 32 + lane);
-                r.weights[token][a] = best.gate;
-            }
-#pragma unroll
-            for (int i = 0; i < E / 32; i++) keys[i] = wins && i == best.at ? LOWEST : keys[i];
-            best = best_of(keys, gates);
-        }
-        __syncwarp();
-        float total = 0.0f;
-#pragma unroll
-        for (int a = 0; a < A; a++) total += r.weights[token][a];
-        __syncwarp();
-        for (int a = lane; a < A; a += 32)
-            r.weights[token][a] = rounded(NORM_TOPK ? r.weights[token][a] / total : r.weights[token][a]);
+        choose(r.chosen[token], r.weights[token], gates, bias, softcap);
     }
     __syncthreads();
     const int pairs = min(live, COLS) * A;

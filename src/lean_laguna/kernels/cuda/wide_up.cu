@@ -1,0 +1,118 @@
+// silu(gate) * up of the shared expert and of every expert that a row chose, in steps of more than 16 rows.
+//
+// -D: as in wide.cuh; F width of all experts; RUN units, which F / 4 is a multiple of.
+// A unit is 4 gate rows and 4 up rows of one expert. A program takes its units of the shared expert while the routing
+// is still made, then an even share of all others, in runs of one expert, for which its rows stay in registers. Runs go
+// through all experts before an expert's next one, so that an expert of many rows is shared by many programs.
+#include "wide.cuh"
+
+#define UNIT (8 * K)
+// Floats of a unit's sums, of which there are two in turn.
+#define SUMS (WARPS * GROUP * 8)
+
+// Leave a warp's part of a unit's sums; a barrier must follow.
+DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    float *mine = sums + (threadIdx.x >> 5) * GROUP * 8 + g * 8 + 2 * t;
+    *(float2 *)mine = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    *(float2 *)(mine + 64) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+}
+// The warps' parts of one product.
+DEVICE float sum_of(const float *from) {
+    float y = 0.0f;
+    for (int w = 0; w < WARPS; w++) y += from[w * GROUP * 8];
+    return y;
+}
+
+KERNEL(THREADS, 1)
+wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_weight, u16 *act, u16 *shared_act,
+        const int *num_rows) {
+    EXTERN_SHARED(u16, ring);
+    float *sums = (float *)(ring + RING * UNIT);
+    Table &table = *(Table *)(sums + 2 * SUMS);
+    u64 *arrivals = (u64 *)(&table + 1);
+    const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, programs = gridDim.x, program = blockIdx.x;
+    const bool is_asker = warp == WARPS;
+    const int live = min(load_fresh32(num_rows), ROWS);
+    Turn turn;
+    stamp(STARTED);
+    if (asks()) make_places(arrivals);
+    __syncthreads();
+    // Four gate rows from `rows` on, and four up rows.
+    auto ask = [&](const u16 *rows) {
+        turn.wait_till_free(arrivals);
+        if (asks()) {
+            u16 *to = ring + turn.at * UNIT;
+            expect_bytes(arrivals + turn.at, UNIT * 2);
+            copy_bulk(to, rows, UNIT, arrivals + turn.at);
+            copy_bulk(to + UNIT / 2, rows + (size_t)F * K, UNIT, arrivals + turn.at);
+        }
+        turn.next();
+    };
+    Gathered operands;
+    auto hold = [&](const Rows &rows, int first) {
+        operands.hold(first, rows.count, [&](int i) { return x + (size_t)rows.row(i) * K; });
+    };
+    float *own_sums = sums;
+    // One unit, whose rows are in `operands` unless they are more than 16, into columns of `to` from `column` on.
+    auto take = [&](const Rows &rows, u16 *to, int column) {
+        turn.wait_for_weights(arrivals);
+        for (int first = 0; first == 0 || first < rows.count; first += GROUP) {
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+            if (rows.count > GROUP) hold(rows, first);
+            operands.multiply(even, odd, ring + turn.at * UNIT);
+            if (first + GROUP >= rows.count) turn.leave(arrivals);
+            leave_sums(own_sums, even, odd);
+            // Another unit's sums may be written once this barrier is passed.
+            sync_first(WARPS * 32);
+            const int i = thread / 4, n = thread % 4;
+            if (i < GROUP && first + i < rows.count) {
+                const float *from = own_sums + i * 8 + n;
+                to[(size_t)rows.pair(first + i) * F + column + n] = gated(sum_of(from), sum_of(from + 4));
+            }
+            own_sums = own_sums == sums ? sums + SUMS : sums;
+        }
+    };
+    if (is_asker)
+        for (int unit = program; unit < F / 4; unit += programs) ask(shared_weight + (size_t)unit * 4 * K);
+    else {
+        // The routing lets this kernel start when the rows are there.
+        const Rows all = {nullptr, live};
+        hold(all, 0);
+        stamp(ASKED);
+        for (int unit = program; unit < F / 4; unit += programs) take(all, shared_act, unit * 4);
+    }
+    stamp(PREPARED);
+    wait_for_inputs();
+    stamp(WAITED);
+    // Not before: the next kernel reads the routing before it waits.
+    let_next_start();
+    if (!is_asker) load_table(table, routing);
+    __syncthreads();
+    stamp(ROUTED);
+    const int slots = table.num_slots, units = slots * (F / 4);
+    int at = (int)((long long)units * program / programs);
+    const int end = (int)((long long)units * (program + 1) / programs);
+    if (is_asker) {
+        for (; at < end; at++) {
+            const int run = at / RUN, unit = run / slots * RUN + at % RUN;
+            ask(weight + ((size_t)table.experts[run % slots] * 2 * F + unit * 4) * K);
+        }
+        return;
+    }
+    // Rows 0 to 7 of the next run's expert: few have more.
+    uint4 ahead[LOADS];
+    auto hold_ahead = [&](const Rows &rows) {
+        Gathered::hold(ahead, g < rows.count ? x + (size_t)rows.row(g) * K : nullptr);
+    };
+    if (at < end) hold_ahead(table.rows(at / RUN % slots));
+    while (at < end) {
+        const int run = at / RUN, slot = run % slots, last = min(end, (run + 1) * RUN);
+        const Rows rows = table.rows(slot);
+        operands.take(ahead);
+        if (rows.count > GROUP / 2) hold(rows, 0);
+        if (last < end) hold_ahead(table.rows(slot + 1 < slots ? slot + 1 : 0));
+        for (; at < last; at++) take(rows, act, run / slots * RUN * 4 + at % RUN * 4);
+    }
+    stamp(ENDED);
+}
