@@ -6,6 +6,7 @@ Each twin computes in float32 and rounds to the model's dtype where Hugging Face
 import torch
 import torch.nn.functional as F
 
+from lean_laguna.core.engine_sizes import MAX_ROWS
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import rotary_tables
 
@@ -85,7 +86,7 @@ class Scene:
         self.norms = (draw(P) * 0.2 + 1, draw(P) * 0.2 + 1)
         blocks = max_len // self.kv_block
         order = torch.randperm(blocks * len(contexts), device=device).to(torch.int32) + 1
-        self.table = torch.zeros(16, blocks, dtype=torch.int32, device=device)
+        self.table = torch.zeros(MAX_ROWS, blocks, dtype=torch.int32, device=device)
         self.table[: len(contexts)] = order.view(len(contexts), blocks)
         # Slots never written hold NaN: none may reach a sum.
         self.cache = tuple(poisoned(blocks * len(contexts) + 1, self.kv_block, J, P) for _ in range(2))
@@ -93,13 +94,14 @@ class Scene:
         for r, (k, v) in enumerate(self.context):
             block, slot = self.place(r, torch.arange(len(k), device=device))
             self.cache[0][block, slot], self.cache[1][block, slot] = k, v
-        self.qkv = poisoned(16, shape.width)
+        most = max(16, sum(counts))
+        self.qkv = poisoned(most, shape.width)
         starts = [sum(counts[:r]) for r in range(len(counts))]
         self.starts, self.total = starts, sum(counts)
         self.qkv[: self.total] = draw(self.total, shape.width)
 
         def ints(values):
-            return torch.tensor(values + [0] * (16 - len(values)), dtype=torch.int32, device=device)
+            return torch.tensor(values + [0] * (MAX_ROWS - len(values)), dtype=torch.int32, device=device)
 
         spread = [(r, i) for r, n in enumerate(counts) for i in range(n)]
         self.rows = Rows(
@@ -113,7 +115,7 @@ class Scene:
         splits = shape.num_splits(max_len)
         size = 16 * shape.num_heads * splits
         self.workspace = (poisoned(size * P, of=torch.float32), poisoned(size * 2, of=torch.float32))
-        self.out = poisoned(16, shape.num_heads * P)
+        self.out = poisoned(most, shape.num_heads * P)
 
     def place(self, request, positions):
         return self.table[request, positions // self.kv_block].long(), positions % self.kv_block

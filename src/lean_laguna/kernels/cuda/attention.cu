@@ -2,7 +2,7 @@
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; KV_BLOCK keys a page; KEY_PARTS in which a row's keys are added up; CLUSTER programs that share them, a
-// divisor of KEY_PARTS; COLS rows at most.
+// divisor of KEY_PARTS; COLS rows at most, 16 of a request; MOST requests, of which any may have no rows.
 // The context is cut at absolute multiples of 128 keys. Split s belongs to part s % KEY_PARTS, and sixteen of its keys to
 // each warp of the program that has the part: there each warp is on its own, with a running softmax. Then the warps' sums
 // are added, and handed over to programs of the cluster, each of which adds up its own dimensions over the parts,
@@ -27,11 +27,12 @@
 #define SLICES (P / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
+// Rows of a request at most.
+#define OWN_ROWS (COLS < 16 ? COLS : 16)
 // Queries and rows of this step that half a warp normalises and turns.
-#define ROUNDS ((QUERIES + COLS + 15) / 16)
+#define ROUNDS ((QUERIES + OWN_ROWS + 15) / 16)
 // A page holds a whole number of a warp's keys, or they of it.
 #define PAGES (KV_BLOCK < KEYS ? KEYS / KV_BLOCK : 1)
-#define MOST 16
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
 #define INF __int_as_float(0x7f800000)
@@ -46,18 +47,41 @@ struct Rows {
     int count[MOST], start[MOST], position[MOST];
 };
 
-// The task at place `index` of all requests' tasks in a row; false past the end.
-DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests) {
+DEVICE int tasks_of(int count) { return J * ((count * GROUP + QUERIES - 1) / QUERIES); }
+
+// Task `index` of a request.
+DEVICE void write_task(Task &task, int request, int index, const Rows &rows) {
+    const int count = rows.count[request], start = rows.start[request];
+    const int first = rows.position[start], last = first + count - 1;
+    const int low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
+    task.request = request, task.head = index % J, task.first_query = index / J * QUERIES;
+    task.num_queries = min(count * GROUP - task.first_query, QUERIES);
+    task.start = start, task.first = first, task.last = last;
+    task.low_split = low_key / SPLIT, task.num_splits = last / SPLIT - task.low_split + 1;
+}
+
+// The tasks of the requests before a thread's own. Of few requests one thread looks through all instead.
+DEVICE int tasks_before(const Rows &rows, int num_requests, int thread) {
+    int before = 0;
+    if (COLS > 16 && thread <= MOST)
+        for (int r = 0; r < min(thread, num_requests); r++) before += tasks_of(rows.count[r]);
+    return before;
+}
+
+// Write down the task at place `index` of all requests' tasks in a row, or that there is none; true for the thread which
+// found one.
+DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests, int before, int thread) {
+    if (COLS > 16) {
+        const bool is_own = thread < num_requests && index >= before && index < before + tasks_of(rows.count[thread]);
+        if (is_own) write_task(task, thread, index - before, rows);
+        if (thread == MOST && index >= before) task.num_queries = 0;
+        return is_own;
+    }
+    if (thread != 0) return false;
     for (int r = 0; r < num_requests; r++) {
-        const int count = rows.count[r];
-        const int tasks = J * ((count * GROUP + QUERIES - 1) / QUERIES);
+        const int tasks = tasks_of(rows.count[r]);
         if (index < tasks) {
-            const int first = rows.position[rows.start[r]], last = first + count - 1;
-            const int low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
-            task.request = r, task.head = index % J, task.first_query = index / J * QUERIES;
-            task.num_queries = min(count * GROUP - task.first_query, QUERIES);
-            task.start = rows.start[r], task.first = first, task.last = last;
-            task.low_split = low_key / SPLIT, task.num_splits = last / SPLIT - task.low_split + 1;
+            write_task(task, r, index, rows);
             return true;
         }
         index -= tasks;
@@ -330,7 +354,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
           const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
     EXTERN_SHARED(u16, tiles);
     u16 *queries = tiles + WARPS * TILE, *fresh = queries + QUERIES * STRIDE;
-    float2 *stats = (float2 *)(fresh + COLS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
+    float2 *stats = (float2 *)(fresh + OWN_ROWS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
     float *inbox = (float *)(inbox_stats + KEY_PARTS * QUERIES);
     Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * OWN);
     Task &task = *(Task *)(&rows + 1);
@@ -352,7 +376,8 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     }
     __syncthreads();
     int index = blockIdx.x / CLUSTER;
-    if (thread == 0 && find_task(task, index, rows, num_requests) && rank < OWNERS) {
+    const int before = tasks_before(rows, num_requests, thread);
+    if (find_task(task, index, rows, num_requests, before, thread) && rank < OWNERS) {
         init_arrival(arrival);
         show_arrivals();
         expect_bytes(arrival, expected_bytes(task));
@@ -463,7 +488,7 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         if (COLS == 1) break;
         index += gridDim.x / CLUSTER;
         __syncthreads();
-        if (thread == 0 && find_task(task, index, rows, num_requests) && rank < OWNERS)
+        if (find_task(task, index, rows, num_requests, before, thread) && rank < OWNERS)
             expect_bytes(arrival, expected_bytes(task));
         __syncthreads();
         goes_on = task.num_queries > 0;

@@ -9,7 +9,7 @@ from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import multiprocessors
 from lean_laguna.kernels.cuda.launching import launch_kernel
 from lean_laguna.kernels.triton.attention import AttentionShape
-from lean_laguna.kernels.triton.launch import Launch, cdiv
+from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, cdiv
 from lean_laguna.kernels.triton.rows import Rows
 
 WARPS = 8
@@ -53,10 +53,11 @@ def _shared_bytes(shape: AttentionShape, cols: int) -> int:
     """Return the bytes of shared memory of a program."""
     queries = num_queries(shape, cols)
     own_dims = _dims(cluster_programs(shape, cols), shape.head_dim)
-    # Keys and values of a split, queries, keys and values of the step's rows; peaks and totals of warps and
+    # Keys and values of a split, queries, keys and values of a request's rows; peaks and totals of warps and
     # parts, sums of parts in the program's own dimensions; where rows stand, the task, an arrival.
-    vectors = 2 * SPLIT + queries + 2 * cols
-    return vectors * (shape.head_dim + 8) * 2 + queries * (8 * (WARPS + PARTS) + 4 * PARTS * own_dims) + 240
+    vectors = 2 * SPLIT + queries + 2 * min(cols, WIDE)
+    sums = queries * (8 * (WARPS + PARTS) + 4 * PARTS * own_dims)
+    return vectors * (shape.head_dim + 8) * 2 + sums + 12 * MAX_ROWS + 48
 
 
 def fits_attention(shape: AttentionShape) -> bool:
@@ -111,6 +112,7 @@ def attend(
         KEY_PARTS=PARTS,
         CLUSTER=cluster,
         COLS=cols,
+        MOST=MAX_ROWS,
     )
     num_clusters = heads * cdiv(shape.num_heads // heads, queries)
     if cols > 1:

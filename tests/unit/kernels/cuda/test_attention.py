@@ -71,6 +71,28 @@ def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shap
 
 
 @pytest.mark.usefixtures("small_clusters")
+@pytest.mark.parametrize(
+    ("shape", "counts", "cols"),
+    [(FULL, [3, 0, 16, 1, 0, 7], 32), (SLIDING, [1, 0, 2] * 12 + [0, 9], 64)],
+)
+def test_rows_of_many_requests_have_the_bits_of_few(draw, poisoned, device, shape, counts, cols):
+    contexts = [37 * r % 331 for r in range(len(counts))]
+    scene = scene_of(shape, contexts, counts, draw, poisoned, device)
+    together = run(scene, cols).clone()
+    assert together[scene.total :].isnan().all()
+    rows, qkv = scene.rows, scene.qkv.clone()
+    for r in (0, len(counts) - 1):
+        start, n = scene.starts[r], counts[r]
+        rows.num_requests.fill_(1)
+        rows.row_start[0], rows.row_count[0] = 0, n
+        rows.positions[:n] = contexts[r] + torch.arange(n, device=device)
+        scene.qkv[:n] = qkv[start : start + n]
+        scene.table[0] = scene.table[r].clone()
+        alone = run(scene, 16)[:n]
+        assert torch.equal(alone.view(torch.int16), together[start : start + n].view(torch.int16))
+
+
+@pytest.mark.usefixtures("small_clusters")
 @pytest.mark.parametrize("shape", [FULL, SLIDING, dataclasses.replace(FULL, num_heads=18, num_kv_heads=1)])
 def test_a_verified_row_has_the_bits_of_plain_decoding(draw, poisoned, device, shape):
     before, n = 381, 7
@@ -112,7 +134,7 @@ def test_clusters_as_large_as_on_a_card_give_the_same_bits(draw, poisoned, devic
 
 
 @pytest.mark.usefixtures("small_clusters")
-@pytest.mark.parametrize("cols", [1, 8, 16])
+@pytest.mark.parametrize("cols", [1, 8, 16, 64])
 @pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
 def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, counts, cols):
     scene = scene_of(FULL, [300] * max(len(counts), 1), counts or [0], draw, poisoned, device)
