@@ -143,3 +143,34 @@ def test_a_wide_step_of_no_rows_writes_nothing(draw, poisoned, device):
     assert hidden.isnan().all()
     assert (step.routing.expert_ids == -1).all()
     assert step.routing.act.isnan().all()
+
+
+def of_shape(d, f, experts, top_k, shared=None):
+    def empty(*size, of=torch.bfloat16, scale=1.0):
+        return torch.empty(size, dtype=of, device="meta")
+
+    mlp = mixture(empty, d, f, experts, top_k)
+    return dataclasses.replace(mlp, shared_down=empty(d, shared or f))
+
+
+@pytest.mark.parametrize("room", [232_448, 166_912])
+def test_what_fits_keeps_to_the_shared_memory_of_a_card(monkeypatch, room):
+    found = []
+    monkeypatch.setattr(wide_experts, "launch_kernel", lambda *args: found.append((args[0].name, args[3])))
+    monkeypatch.setattr(wide_experts, "shared_memory", lambda device: room)
+    mlp = of_shape(2048, 512, 256, 8)
+    step = Step(mlp, lambda *size, of=torch.bfloat16: torch.empty(size, dtype=of, device="meta"), "meta")
+    assert wide_experts.fits(mlp)
+    step.wide(step.scores.new_empty(64, 2048))
+    assert [name for name, _ in found] == ["wide_route", "wide_up", "wide_down"]
+    assert all(size <= room for _, size in found)
+
+
+def test_shapes_of_other_kernels_do_not_fit(monkeypatch):
+    assert not wide_experts.fits(of_shape(3072, 1024, 256, 10))
+    assert not wide_experts.fits(of_shape(2048, 512, 256, 8, shared=1024))
+    monkeypatch.setattr(wide_experts, "shared_memory", lambda device: 65_536)
+    assert not wide_experts.fits(of_shape(2048, 512, 256, 8))
+    monkeypatch.undo()
+    monkeypatch.setattr(wide_experts, "has_bulk_copies", lambda device: False)
+    assert not wide_experts.fits(of_shape(2048, 512, 256, 8))
