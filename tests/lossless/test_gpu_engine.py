@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine import gpu_programs
 from support.engines import assert_nothing_held, run_all, tokens_of
 from support.gpu import EOS, toy_engine
 
@@ -81,6 +82,32 @@ def test_drafts_and_how_launches_are_split_change_nothing(requests, expected, nu
     assert run.finish() == expected
     counts = run.engine.stats().speculation
     assert counts.num_draft_tokens > counts.num_accepted_tokens
+
+
+@pytest.mark.slow
+def test_launches_of_more_rows_change_nothing(requests, expected, monkeypatch):
+    """One launch of 24 rows for all; then of 17 requests, most of which end early and leave their entries."""
+    monkeypatch.setattr(gpu_programs, "TRITON_ROWS", 32)
+    run = Run(toy_engine(7), *requests)
+    rounds = launches_of(run.engine)
+    assert run.finish() == expected
+    assert {len(launched) for launched in rounds} == {1}
+    assert {launched.cols for one in rounds for launched in one} == {32}
+    many = [*requests[:2], *((PROMPTS[2], params(i, 2)) for i in range(2, 17))]
+    run = Run(toy_engine(max_num_seqs=17), *many)
+    assert run.finish()[:2] == expected[:2]
+
+
+def launches_of(engine):
+    """Keep what each round of an engine launched."""
+    rounds, read = [], engine._read_round
+
+    def keep(deltas):
+        rounds.append(engine._rounds[0].launched)
+        read(deltas)
+
+    engine._read_round = keep
+    return rounds
 
 
 @pytest.mark.slow

@@ -14,10 +14,22 @@ MAX_ROWS = 64
 LONE, NARROW, WIDE = 1, 8, 16
 """Columns that the products of any step are made for: one row, up to 8, and up to 16, which no request passes
 by itself. A row's bits are the same in all."""
+WIDTHS = (NARROW, WIDE, 32, MAX_ROWS)
+"""Columns of products, where the kernels have so many."""
 SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
 """Keys of one of the first so many parts of a row's attention; later parts have several times as many."""
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 """Keys that a prompt's attention lays in order before it starts, and rows beyond them for whole blocks."""
+
+
+def rows_of_launch(num_rows: int, most_rows: int = MAX_ROWS) -> int:
+    """Return the rows that launches are made for.
+
+    Args:
+        num_rows: Of all requests that there can be at once, with their drafts.
+        most_rows: That the kernels take.
+    """
+    return next((cols for cols in WIDTHS if WIDE <= cols < most_rows and cols >= num_rows), most_rows)
 
 
 def gpu_chunks(asked: int | None) -> tuple[int, int, int]:

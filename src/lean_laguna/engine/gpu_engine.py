@@ -84,6 +84,8 @@ class GpuEngine(LLMEngine):
             use_cuda=self._uses_cuda(weight),
             # Under way, read last, and one to spare; of as many lanes as there can be.
             num_blocks_said=(self._STEPS_AHEAD + 2) * limits.max_num_seqs,
+            max_requests=limits.max_num_seqs,
+            max_rows=limits.max_num_seqs * (1 + limits.max_draft_tokens),
         )
         self._lanes = Lanes(self._programs, used)
         self._head = Head(self._programs, self._lanes)

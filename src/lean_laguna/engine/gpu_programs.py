@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lean_laguna.core.engine_sizes import LONE, NARROW, WIDE
+from lean_laguna.core.engine_sizes import LONE, NARROW, WIDE, WIDTHS, rows_of_launch
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_graphs import Program, interpreted_tiles
 from lean_laguna.engine.gpu_state import ENDED, MAX_ROWS, STARTED, VERIFIED, Block, Said
@@ -38,8 +38,8 @@ from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausal
 if TYPE_CHECKING:
     from lean_laguna.kernels.cuda.layers import CudaLayers
 
-WIDTHS = (NARROW, WIDE, 32, 64)
-"""Columns of products, where the kernels have so many."""
+TRITON_ROWS = WIDE
+"""Rows of a launch whose layers run on Triton's kernels."""
 STEPS = ("step", "verify", "decode")
 """Programs that end by leaving the block on the host."""
 
@@ -76,6 +76,8 @@ class StepPrograms:
         *,
         use_cuda: bool = False,
         num_blocks_said: int = 64,
+        max_requests: int = WIDE,
+        max_rows: int = WIDE,
     ):
         """Lay the weights out and set the buffers aside.
 
@@ -87,6 +89,8 @@ class StepPrograms:
             thresholds: [n][MAX_ROWS] of synthetic acceptance, or None.
             use_cuda: Run the parts of layers that fit them on the CUDA C++ kernels.
             num_blocks_said: Steps that may be launched before the first one's block must have been read.
+            max_requests: That there can be at once.
+            max_rows: Of all of them, with their drafts: launches are no wider.
         """
         self.pools = pools
         self.target = target_weights(target, max_model_len + WIDE, is_by_lane=use_cuda)
@@ -98,7 +102,12 @@ class StepPrograms:
         )
         self._is_gpu = self.device.type == "cuda"
         self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
-        self._set_widths(WIDE)
+        layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
+        self._cuda_layers = _cuda_layers(self.device) if use_cuda else None
+        self._run_layer: LayerRunner = self._cuda_layers or run_layer
+        kernel_rows = self._cuda_layers.most_rows(layers) if self._cuda_layers is not None else TRITON_ROWS
+        self._set_widths(rows_of_launch(max_rows, kernel_rows))
+        self._max_requests = max_requests
         self.state, self.said = Block.allocate(self.device), Said(self.device, num_blocks_said)
         max_blocks = -(-(max_model_len + WIDE) // pools.kv_block_size)
         self.tables = [
@@ -109,15 +118,10 @@ class StepPrograms:
         own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
         self._draft_head = self.target.head if own_head is None else own_head
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
-        layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
-        self._cuda_layers: CudaLayers | None = None
-        if use_cuda:
-            from lean_laguna.kernels.cuda.layers import CudaLayers
-
-            self._cuda_layers = CudaLayers(self.device)
-        self._run_layer: LayerRunner = self._cuda_layers or run_layer
         has_parts = self._cuda_layers is None or not self._cuda_layers.attends_all(layers)
-        self.scratch = Scratch.allocate(layers, self.target.head, self._tiles, has_parts=has_parts)
+        self.scratch = Scratch.allocate(
+            layers, self.target.head, self._tiles, TRITON_ROWS, has_parts=has_parts
+        )
         self.tap_layers = drafter.config.target_layer_ids if drafter is not None else ()
         self._taps = self._empty(MAX_ROWS, len(self.tap_layers), self.target.norm.shape[0])
         self._thresholds = (
@@ -134,13 +138,6 @@ class StepPrograms:
         pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self._filtered = False
-        self._make = {"step": self._step, "verify": self._verify, "decode": self._decode}
-        self._make |= {
-            "rows": self._rows,
-            "propose": self._propose,
-            "choose": self._choose,
-            "fill": self._fill,
-        }
         self._pool = pool
         self._keeps_logits = False
         self._left = (0, self.state)
@@ -203,7 +200,8 @@ class StepPrograms:
 
     def _body(self, name: str, cols: int, filtered: bool) -> None:
         self._filtered = filtered
-        self._make[name](cols)
+        make: Callable[[int], None] = getattr(self, f"_{name}")
+        make(cols)
 
     def warm_up(self, others: Sequence[Callable[[], object]] = ()) -> None:
         """Compile all programs side by side, then run each on no rows and capture it; nothing on a CPU.
@@ -213,16 +211,10 @@ class StepPrograms:
         """
         if not self._is_gpu:
             return
-        names = ["decode", "rows", "choose"]
-        names += ["step", "verify", "propose"] if self.drafter is not None else []
-        keys = [(name, cols) for name in names for cols in self.widths]
-        keys += [("decode", LONE)] if self.uses_cuda else []
-        bodies = [partial(self._body, name, cols, False) for name, cols in keys]
-        bodies += [partial(self._body, name, NARROW, True) for name in names]
         self.state.words.zero_()
-        self._compile([*bodies, *others])
-        for name, cols in keys:
-            if name != "rows" or cols == self.most_rows:
+        self._compile(others)
+        for name, cols in self._usual():
+            if name != "rows" or cols == WIDE:
                 for filtered in {False, cols <= NARROW}:  # the rest when first used
                     for _ in range(2):
                         self.run(name, cols, filtered=filtered)
@@ -230,15 +222,32 @@ class StepPrograms:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def _compile(self, bodies: Sequence[Callable[[], object]]) -> None:
+    def _usual(self) -> list[tuple[str, int]]:
+        """Return the programs that are likely to be run, and their columns."""
+        names = ["decode", "rows", "choose"]
+        names += ["step", "verify", "propose"] if self.drafter is not None else []
+        found = [(name, cols) for name in names for cols in self.widths if cols <= self._widest(name)]
+        return found + [("decode", LONE)] * self.uses_cuda
+
+    def _widest(self, name: str) -> int:
+        """Return the most columns that a program is likely to have."""
+        if name in ("step", "propose"):
+            return self.most_rows
+        # One row a request; and the host lays out few at a time.
+        return max(WIDE, self.columns(min(self._max_requests, self.most_rows))) if name in STEPS else WIDE
+
+    def _compile(self, others: Sequence[Callable[[], object]]) -> None:
         """Compile all kernels side by side; where CUDA C++ does not compile, layers stay with Triton's."""
+        usual = self._usual()
+        bodies = [partial(self._body, name, cols, False) for name, cols in usual]
+        bodies += [partial(self._body, name, NARROW, True) for name in dict(usual)]
         if self.uses_cuda:
             from lean_laguna.kernels.cuda import driver
             from lean_laguna.kernels.cuda.compiler import CompilationError
 
             try:
                 with driver.collecting() as sources:
-                    compile_ahead(bodies)
+                    compile_ahead([*bodies, *others])
                 driver.compile_ahead(sources, self.device)
                 return
             except CompilationError as error:
@@ -246,9 +255,12 @@ class StepPrograms:
                     f"lean-laguna: Triton kernels alone: CUDA C++ does not compile: {error}", file=sys.stderr
                 )
                 self._cuda_layers, self._run_layer = None, run_layer
+                self._set_widths(rows_of_launch(self.most_rows, TRITON_ROWS))
                 drafter = self.drafter.layers if self.drafter is not None else ()
                 self.scratch = self.scratch.with_parts(self.target.layers + drafter)
-        compile_ahead(bodies)
+                self._compile(others)
+                return
+        compile_ahead([*bodies, *others])
 
     @cached_property
     def logits(self) -> Tensor:
@@ -466,3 +478,9 @@ class StepPrograms:
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()
         self._filter(cols, self.state.fields["sampled"], 1)
+
+
+def _cuda_layers(device: torch.device) -> CudaLayers:
+    from lean_laguna.kernels.cuda.layers import CudaLayers
+
+    return CudaLayers(device)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda import attention as cuda_attention
-from lean_laguna.kernels.cuda import products
+from lean_laguna.kernels.cuda import products, wide_experts
 from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
 from lean_laguna.kernels.triton.attention import attend
 from lean_laguna.kernels.triton.formats import Weight
-from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.step import Inputs, Scratch, project_qkv, rows_of, run_experts
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -38,6 +38,10 @@ class CudaLayers:
     def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
         """Say whether no layer's attention needs ``Scratch.partial``."""
         return self._attends and all(cuda_attention.fits_attention(layer.attention.shape) for layer in layers)
+
+    def most_rows(self, layers: Sequence[LayerWeights]) -> int:
+        """Return how many rows of a step these layers take at once: more than others where all is theirs."""
+        return MAX_ROWS if self._attends and all(map(_takes_many, layers)) else WIDE
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""
@@ -134,3 +138,21 @@ class CudaLayers:
             products.project_add(x, weight, hidden, n, launch, tap)
         else:
             project(x, weight, hidden, n, tiles.out, launch, residual=hidden, tap=tap)
+
+
+def _takes_many(layer: LayerWeights) -> bool:
+    """Say whether the kernels here take all of a layer, and more than ``WIDE`` rows of it."""
+    attention, mlp = layer.attention, layer.mlp
+    weights = [attention.qkv, attention.out]
+    weights += [mlp.gate_up, mlp.down] if isinstance(mlp, DenseWeights) else [mlp.router_gate_up]
+    if attention.gate is not None or not all(isinstance(weight, Tensor) for weight in weights):
+        return False
+    fits = (
+        cuda_attention.fits_attention(attention.shape)
+        and products.fits_project(attention.qkv)
+        and products.fits_project_add(attention.out)
+    )
+    if isinstance(mlp, DenseWeights):
+        own = products.fits_project(mlp.gate_up, gated=True) and products.fits_project_add(mlp.down)
+        return fits and own
+    return fits and products.fits_experts(mlp) and wide_experts.fits(mlp)

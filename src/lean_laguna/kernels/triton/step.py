@@ -95,7 +95,13 @@ class Scratch:
 
     @classmethod
     def allocate(
-        cls, layers: tuple[LayerWeights, ...], head: Weight, tiles: Tiles, *, has_parts: bool = True
+        cls,
+        layers: tuple[LayerWeights, ...],
+        head: Weight,
+        tiles: Tiles,
+        triton_rows: int = WIDE,
+        *,
+        has_parts: bool = True,
     ) -> Scratch:
         """Return buffers wide enough for every layer given.
 
@@ -103,6 +109,7 @@ class Scratch:
             layers: Of the target and the drafter.
             head: [V, D].
             tiles: Of the step.
+            triton_rows: Rows of a step, at most, whose layers run on Triton's kernels.
             has_parts: Whether parts of attention are summed here; ``with_parts`` adds the room for them.
         """
         device, dtype, D = head.device, head.dtype, head.shape[1]
@@ -116,14 +123,14 @@ class Scratch:
         top_k = max([m.top_k for m in sparse], default=1)
         width = max([m.down.shape[2] for m in sparse], default=1)
         # The kernels in CUDA C++ lay both out by row: there is room for all rows, too.
-        slots = max(min(experts, WIDE * top_k), 2 * cdiv(MAX_ROWS, WIDE) * top_k)
+        slots = max(min(experts, triton_rows * top_k), 2 * cdiv(MAX_ROWS, WIDE) * top_k)
 
         def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
             return torch.empty(size, dtype=of, device=device)
 
         routing = Routing(
-            act=empty(slots, WIDE, width),
-            slot_weights=empty(slots, WIDE, of=torch.float32),
+            act=empty(slots, triton_rows, width),
+            slot_weights=empty(slots, triton_rows, of=torch.float32),
             slot_experts=torch.zeros(slots, dtype=torch.int32, device=device),
             num_slots=torch.zeros(1, dtype=torch.int32, device=device),
             expert_ids=torch.zeros(MAX_ROWS, top_k, dtype=torch.int32, device=device),
@@ -134,7 +141,7 @@ class Scratch:
             normed=empty(MAX_ROWS, D),
             qkv=empty(MAX_ROWS * max(s.width for s in shapes)),
             heads=empty(MAX_ROWS * max(s.num_heads * s.head_dim for s in shapes)),
-            partial=_parts(layers if has_parts else (), device),
+            partial=_parts(layers if has_parts else (), device, triton_rows),
             scores=empty(MAX_ROWS * experts),
             act=empty(MAX_ROWS * max(acts)),
             routing=routing,
@@ -146,10 +153,12 @@ class Scratch:
         return replace(self, partial=_parts(layers, self.hidden.device))
 
 
-def _parts(layers: tuple[LayerWeights, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for the sums of attention's parts, and for their peaks and totals, of ``WIDE`` rows."""
+def _parts(
+    layers: tuple[LayerWeights, ...], device: torch.device, most_rows: int = WIDE
+) -> tuple[Tensor, Tensor]:
+    """Return room for the sums of attention's parts, and for their peaks and totals."""
     shapes = {(layer.attention.shape, layer.rotary[0].shape[0]) for layer in layers}
-    rows = {(WIDE * s.num_heads * s.num_splits(n), s.head_dim) for s, n in shapes}
+    rows = {(most_rows * s.num_heads * s.num_splits(n), s.head_dim) for s, n in shapes}
     sums = max((num * head_dim for num, head_dim in rows), default=0)
     stats = max((num * 2 for num, _ in rows), default=0)
     return torch.empty(sums, device=device), torch.empty(stats, device=device)
