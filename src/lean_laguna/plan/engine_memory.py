@@ -16,11 +16,13 @@ from lean_laguna.core.engine_sizes import (
     FAR_SPLIT_CHUNKS,
     GPU_STEPS_AHEAD,
     MAX_ORDERED_KEYS,
+    MAX_ROWS,
     NEAR_SPLITS,
     ORDERED_SLACK,
     SPLIT_KEYS,
     WIDE,
     gpu_chunks,
+    rows_of_launch,
 )
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.plan.inventory import FLOATS, Inventory
@@ -192,11 +194,17 @@ class EngineMemory:
         return {
             "a chunk of prompt": stream + room * size,
             "the drafter's context projection, joint": self._context_values() * config.hidden_size * size,
-            "logits and noise": WIDE * config.vocab_size * (4 + 4 + 8),
+            # Of a step's rows, and of a drafter's block.
+            "logits": self._rows_of_launch(rows) * config.vocab_size * (4 + 4),
             "rotary tables": positions * dims * size,
             "parts of attention": self._attention_parts(context),
             "device: context, kernels, graphs": DEVICE_BYTES,
         }
+
+    def _rows_of_launch(self, num_rows: int) -> int:
+        """Return the rows that launches are made for, as far as a plan can know."""
+        takes_many = self.limits.dtype == "bfloat16" and self.limits.kv_cache_dtype == "auto"
+        return rows_of_launch(num_rows, MAX_ROWS if takes_many else WIDE)
 
     def _widest_values(self) -> int:
         """Return the values that one row leaves within a part of a layer."""

@@ -31,3 +31,11 @@ def test_the_sizes_fit_together() -> None:
 )
 def test_chunks_are_whole_blocks_where_they_can_be(asked: int | None, sizes: tuple[int, int, int]) -> None:
     assert engine_sizes.gpu_chunks(asked) == sizes
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most", "rows"),
+    [(1, 64, 16), (16, 64, 16), (17, 64, 32), (33, 64, 64), (900, 64, 64), (900, 16, 16), (20, 32, 32)],
+)
+def test_launches_are_no_wider_than_requests_can_fill(num_rows: int, most: int, rows: int) -> None:
+    assert engine_sizes.rows_of_launch(num_rows, most) == rows

@@ -208,7 +208,8 @@ def test_the_workspace_grows_with_rows_and_context():
     memory = EngineMemory(laguna_shape("laguna-xs"), drafter_shape("laguna-xs"), EngineLimits())
     small, large = memory.workspace(2048, 1), memory.workspace(262144, 8)
     assert all(large[part] >= small[part] for part in small)
-    assert small["logits and noise"] == 16 * 100352 * 16
+    assert small["logits"] == 16 * 100352 * 8
+    assert large["logits"] == 64 * 100352 * 8
 
 
 @pytest.mark.parametrize("chunk", [64, 8192, None])
