@@ -50,7 +50,10 @@ struct Gathered {
     METHOD static void hold(uint4 (&to)[LOADS], const u16 *row) {
         const u16 *from = row + (threadIdx.x >> 5) * PART + 8 * (threadIdx.x & 3);
 #pragma unroll
-        for (int j = 0; j < LOADS; j++) to[j] = row ? load_fresh(from + j * 32) : make_uint4(0, 0, 0, 0);
+        for (int j = 0; j < LOADS; j++) to[j] = make_uint4(0, 0, 0, 0);
+        if (!row) return;
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) to[j] = load_fresh(from + j * 32);
     }
     // Rows `first` and on of `count`, where `row_of` finds them.
     template <class RowOf> METHOD void hold(int first, int count, RowOf row_of) {

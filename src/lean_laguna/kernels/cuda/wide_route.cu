@@ -21,9 +21,8 @@ wide_route(const u16 *scores, const float *bias, void *out, int *expert_ids, con
     for (int i = 0; i < E / 32; i++) own_bias[i] = bias[i * 32 + lane];
     for (int i = thread; i < E * WORDS; i += blockDim.x) masks[i] = 0;
     const int live = min(load_fresh32(num_rows), ROWS);
-    wait_for_inputs();
-    // What the next kernel does with the rows themselves needs no routing.
     let_next_start();
+    wait_for_inputs();
     __syncthreads();
     for (int row = warp; row < live; row += WARPS) {
         float gates[E / 32];

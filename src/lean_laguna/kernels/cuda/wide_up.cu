@@ -1,9 +1,9 @@
 // silu(gate) * up of the shared expert and of every expert that a row chose, in steps of more than 16 rows.
 //
 // -D: as in wide.cuh; F width of all experts; RUN units, which F / 4 is a multiple of.
-// A unit is 4 gate rows and 4 up rows of one expert. A program takes its units of the shared expert while the routing
-// is still made, then an even share of all others, in runs of one expert, for which its rows stay in registers. Runs go
-// through all experts before an expert's next one, so that an expert of many rows is shared by many programs.
+// A unit is 4 gate rows and 4 up rows of one expert. A program asks for its units of the shared expert while the routing
+// is still made; then comes an even share of all others, in runs of one expert, for which its rows stay in registers. Runs
+// go through all experts before an expert's next one, so that an expert of many rows is shared by many programs.
 #include "wide.cuh"
 
 #define UNIT (8 * K)
@@ -73,16 +73,14 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
             own_sums = own_sums == sums ? sums + SUMS : sums;
         }
     };
-    if (is_asker)
-        for (int unit = program; unit < F / 4; unit += programs) ask(shared_weight + (size_t)unit * 4 * K);
-    else {
-        // The routing lets this kernel start when the rows are there.
-        const Rows all = {nullptr, live};
-        hold(all, 0);
-        stamp(ASKED);
-        for (int unit = program; unit < F / 4; unit += programs) take(all, shared_act, unit * 4);
-    }
-    stamp(PREPARED);
+    // Of the shared expert.
+    const int own = (F / 4 - program + programs - 1) / programs;
+    auto ask_shared = [&](int from, int to) {
+#pragma unroll 1
+        for (int i = from; i < to; i++) ask(shared_weight + (size_t)(program + i * programs) * 4 * K);
+    };
+    if (is_asker) ask_shared(0, min(own, RING));
+    stamp(ASKED);
     wait_for_inputs();
     stamp(WAITED);
     // Not before: the next kernel reads the routing before it waits.
@@ -94,25 +92,32 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
     int at = (int)((long long)units * program / programs);
     const int end = (int)((long long)units * (program + 1) / programs);
     if (is_asker) {
+        ask_shared(RING, own);
+#pragma unroll 1
         for (; at < end; at++) {
             const int run = at / RUN, unit = run / slots * RUN + at % RUN;
             ask(weight + ((size_t)table.experts[run % slots] * 2 * F + unit * 4) * K);
         }
         return;
     }
-    // Rows 0 to 7 of the next run's expert: few have more.
-    uint4 ahead[LOADS];
-    auto hold_ahead = [&](const Rows &rows) {
-        Gathered::hold(ahead, g < rows.count ? x + (size_t)rows.row(g) * K : nullptr);
-    };
-    if (at < end) hold_ahead(table.rows(at / RUN % slots));
-    while (at < end) {
-        const int run = at / RUN, slot = run % slots, last = min(end, (run + 1) * RUN);
-        const Rows rows = table.rows(slot);
+    // All rows with the units of the shared expert first, then run by run.
+    Rows rows = {nullptr, live};
+    u16 *to = shared_act;
+    int column = program * 4, apart = programs * 4, count = own;
+    hold(rows, 0);
+    while (true) {
+        // Rows 0 to 7 of the next run's expert: few have more.
+        uint4 ahead[LOADS];
+        const int run = at / RUN, part = at < end ? run / slots : 0;
+        const Rows next = at < end ? table.rows(run - part * slots) : Rows{nullptr, 0};
+        Gathered::hold(ahead, g < next.count ? x + (size_t)next.row(g) * K : nullptr);
+        for (; count > 0; count--, column += apart) take(rows, to, column);
+        if (at == end) break;
+        rows = next;
         operands.take(ahead);
         if (rows.count > GROUP / 2) hold(rows, 0);
-        if (last < end) hold_ahead(table.rows(slot + 1 < slots ? slot + 1 : 0));
-        for (; at < last; at++) take(rows, act, run / slots * RUN * 4 + at % RUN * 4);
+        to = act, column = (part * RUN + at % RUN) * 4, apart = 4, count = min(end, (run + 1) * RUN) - at;
+        at += count;
     }
     stamp(ENDED);
 }
