@@ -1,6 +1,7 @@
 """CUDA C++ layers beside Triton's on a GPU: equality, row bits, each kernel's time, whole steps.
 
     PYTHONPATH=src python benchmarks/gpu_layers.py --out FOLDER
+    PYTHONPATH=src python benchmarks/gpu_layers.py --out FOLDER --wide   # only steps of more than 16 rows
 
 Builds a random Laguna-XS (67 GB in BF16). Prints a short table last and writes gpu_layers.json.
 """
@@ -20,6 +21,7 @@ import torch
 from gpu_step import Bench
 from kernel_variants import STAMPED_BLOCKS, changed, last_layer, variant
 from twins import relative
+from wide_rows import WideRows
 
 from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
@@ -77,10 +79,16 @@ class LayersBench(Bench):
         runs = [partial(self.run_changed, *own) for _, *own in self.setups()]
         runs += [partial(self.run_changed, launch, *own) for _, launch, *own in self.stamped()]
         runs += [partial(self.run_changed, self.launch(1), {}, {"NO_WAITS": 1})]
+        self.compile_cuda(runs)
+        return self.left()
+
+    def compile_cuda(self, runs: list[Callable[[], None]]) -> None:
+        """Compile every kernel that the runs would launch, of both kinds."""
+        if self.tiny:
+            return
         with collecting() as sources:
             self.compile(runs)
         compile_ahead(sources, torch.device(self.device))
-        return self.left()
 
     def run_changed(self, launch: Launch | None, sizes: dict[str, Any], constants: dict[str, int]) -> None:
         self.use_cuda = launch is not None
@@ -158,43 +166,46 @@ class LayersBench(Bench):
 
     def profile_cuda(self) -> dict[str, Any]:
         """Return, kernel by kernel within a layer, median microseconds alone and between starts."""
-        from torch.profiler import ProfilerActivity, profile
-
         out = {}
         for m, cols, early in ((1, 1, True), (1, 8, True), (8, 8, False), (8, 8, True)):
             self.place([m], [self.context])
             replay = self.graph(self.target(self.launch(cols, early)).run)
-            replay()
-            with profile(activities=[ProfilerActivity.CUDA]) as prof:
-                replay()
-                replay()
-                self.sync()
-            events = sorted((e for e in prof.events() if e.device_time > 0), key=lambda e: e.time_range.start)
-            found: dict[str, list[tuple[float, float, float]]] = {}
-            before = None
-            for e, after in itertools.pairwise(events):
-                if e.name == "project" and after.name != "attention":
-                    name = "router" if after.name == "experts_up" else "gate_up"
-                elif e.name == "attention":
-                    name = f"attention after {before}"
-                else:
-                    name = e.name
-                before = e.name
-                found.setdefault(name, []).append(
-                    (
-                        e.device_time,
-                        after.time_range.start - e.time_range.start,
-                        after.time_range.end - e.time_range.end,
-                    )
-                )
-            for name, rows in found.items():
-                medians = [round(statistics.median(r[i] for r in rows), 2) for i in range(3)]
-                label = f"{m} rows, {cols} columns, {'early' if early else 'plain'}"
-                out[f"{label}, {name} x{len(rows)}"] = medians
+            for name, medians in self.by_kernel(replay).items():
+                out[f"{m} rows, {cols} columns, {'early' if early else 'plain'}, {name}"] = medians
         return out
 
+    def by_kernel(self, replay: Callable[[], None]) -> dict[str, list[float]]:
+        """Return each kernel's median microseconds: alone, to the next one's start, to the next one's end."""
+        from torch.profiler import ProfilerActivity, profile
+
+        replay()
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            replay()
+            replay()
+            self.sync()
+        events = sorted((e for e in prof.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        before = None
+        for e, after in itertools.pairwise(events):
+            if e.name == "project" and after.name != "attention":
+                name = "router" if after.name in ("experts_up", "wide_route") else "gate_up"
+            elif e.name == "attention":
+                name = f"attention after {before}"
+            else:
+                name = e.name
+            before = e.name
+            starts, ends = (
+                after.time_range.start - e.time_range.start,
+                after.time_range.end - e.time_range.end,
+            )
+            found.setdefault(name, []).append((e.device_time, starts, ends))
+        return {
+            f"{name} x{len(rows)}": [round(statistics.median(r[i] for r in rows), 2) for i in range(3)]
+            for name, rows in found.items()
+        }
+
     def report(self, out: Path) -> None:
-        for key in ("equal", "shared", "stamps"):
+        for key in ("equal", "shared", "stamps", "wide_bits", "wide_drafting", "wide_profile"):
             value = self.found.get(key, {})
             for name, lines in value.items() if isinstance(value, dict) else [(key, value)]:
                 print(key, name, *(["", *lines] if isinstance(lines, list) else [lines]), sep="\n  ")
@@ -232,7 +243,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--budget", type=float, default=200.0)
     parser.add_argument("--tiny", action="store_true")
-    bench = LayersBench(parser.parse_args())
+    parser.add_argument("--wide", action="store_true")
+    args = parser.parse_args()
+    bench = LayersBench(args)
     bench.tiles = bench.chosen = dataclasses.replace(
         Tiles(),
         **{
@@ -243,6 +256,15 @@ def main() -> None:
     )
     bench.phase("build", bench.build)
     bench.phase("read_tb_s", bench.read_bandwidth)
+    if not args.wide:
+        run_narrow(bench)
+    run_wide(bench)
+    bench.found["kernels"] = {}
+    bench.report(args.out)
+
+
+def run_narrow(bench: LayersBench) -> None:
+    """Run all that steps of at most 16 rows are asked."""
     bench.phase("compile", bench.compile_all)
     bench.phase("equal", bench.equal)
     bench.phase("steps", bench.steps)
@@ -252,8 +274,17 @@ def main() -> None:
     bench.phase("drafting", bench.drafting)
     bench.phase("profile", bench.profile_cuda, 10)
     bench.phase("ms_without_waits", bench.without_waits)
-    bench.found["kernels"] = {}
-    bench.report(parser.parse_args().out)
+
+
+def run_wide(bench: LayersBench) -> None:
+    """Run all that wider steps are asked."""
+    wide = WideRows(bench)
+    bench.phase("wide_build", wide.build)
+    bench.phase("wide_compile", wide.compile)
+    bench.phase("wide_bits", wide.bits)
+    bench.phase("wide_steps", wide.steps)
+    bench.phase("wide_drafting", wide.drafting)
+    bench.phase("wide_profile", wide.profile)
 
 
 if __name__ == "__main__":
