@@ -2,8 +2,8 @@
 //
 // -D: as in wide.cuh; F width of all experts; RUN units, which F / 4 is a multiple of.
 // A unit is 4 gate rows and 4 up rows of one expert. A program asks for its units of the shared expert while the routing
-// is still made; then comes an even share of all others, in runs of one expert, for which its rows stay in registers. Runs
-// go through all experts before an expert's next one, so that an expert of many rows is shared by many programs.
+// is still made. All others are dealt in turn, in runs of one expert, for which its rows stay in registers: an expert of
+// many rows is shared by many programs.
 #include "wide.cuh"
 
 #define UNIT (8 * K)
@@ -88,16 +88,14 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
     if (!is_asker) load_table(table, routing);
     __syncthreads();
     stamp(ROUTED);
-    const int slots = table.num_slots, units = slots * (F / 4);
-    int at = (int)((long long)units * program / programs);
-    const int end = (int)((long long)units * (program + 1) / programs);
+    const int per = F / 4 / RUN, runs = table.num_slots * per;
     if (is_asker) {
         ask_shared(RING, own);
 #pragma unroll 1
-        for (; at < end; at++) {
-            const int run = at / RUN, unit = run / slots * RUN + at % RUN;
-            ask(weight + ((size_t)table.experts[run % slots] * 2 * F + unit * 4) * K);
-        }
+        for (int run = program; run < runs; run += programs)
+#pragma unroll 1
+            for (int i = 0; i < RUN; i++)
+                ask(weight + ((size_t)table.experts[run / per] * 2 * F + (run % per * RUN + i) * 4) * K);
         return;
     }
     // All rows with the units of the shared expert first, then run by run.
@@ -105,19 +103,17 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
     u16 *to = shared_act;
     int column = program * 4, apart = programs * 4, count = own;
     hold(rows, 0);
-    while (true) {
+    for (int run = program;; run += programs) {
         // Rows 0 to 7 of the next run's expert: few have more.
         uint4 ahead[LOADS];
-        const int run = at / RUN, part = at < end ? run / slots : 0;
-        const Rows next = at < end ? table.rows(run - part * slots) : Rows{nullptr, 0};
+        const Rows next = run < runs ? table.rows(run / per) : Rows{nullptr, 0};
         Gathered::hold(ahead, g < next.count ? x + (size_t)next.row(g) * K : nullptr);
         for (; count > 0; count--, column += apart) take(rows, to, column);
-        if (at == end) break;
+        if (run >= runs) break;
         rows = next;
         operands.take(ahead);
         if (rows.count > GROUP / 2) hold(rows, 0);
-        to = act, column = (part * RUN + at % RUN) * 4, apart = 4, count = min(end, (run + 1) * RUN) - at;
-        at += count;
+        to = act, column = run % per * RUN * 4, apart = 4, count = RUN;
     }
     stamp(ENDED);
 }
