@@ -29,9 +29,9 @@ from typing import Any
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
 DRAFTS = len(RATES)
 STREAMS = (4, 2, 8, 16, 1)
-OURS = ("plain", "3 drafts", "drafts", "own choice")
+OURS = ("plain", "3 drafts", "5 drafts", "drafts", "own choice")
 PLAN = "ours,vllm-plain,vllm-drafts,ours-again"
-SECONDS = {"ours": 125, "ours-again": 50, "vllm-plain": 180, "vllm-drafts": 200, "vllm-nvfp4": 170}
+SECONDS = {"ours": 140, "ours-again": 50, "vllm-plain": 180, "vllm-drafts": 200, "vllm-nvfp4": 170}
 SECONDS |= {"vllm-fp8": 170, "vllm-nvfp4-drafts": 180, "vllm-fp8-drafts": 180, "vllm-drafts-3": 150}
 Generate = Callable[[Sequence[list[int]], int], float]
 
@@ -166,7 +166,7 @@ def ours(args: argparse.Namespace, begin: float) -> None:
     if not is_again:
         side.measure("card", lambda: card(llm))
         ways["own choice"] = way(None)
-    side.all(ways, () if is_again else STREAMS, {"3 drafts": way(3)})
+    side.all(ways, () if is_again else STREAMS, {"3 drafts": way(3), "5 drafts": way(5)})
     side.found["chosen"] = llm.stats().draft_length_reason
     # Only the second time do all drafting requests draft seven.
     counted = "tokens_per_step" if is_again else "tokens_per_step_of_all_ways"

@@ -18,6 +18,7 @@ import pstats
 import random
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +26,16 @@ from typing import Any
 import torch
 from gpu_memory import Meter, beyond
 
+from lean_laguna.core.engine_sizes import MAX_ROWS, WIDE
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine import gpu_programs as programs
 from lean_laguna.engine.llm import LLM
+from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.plan.engine_memory import EngineLimits, EngineMemory
 
 RATES = (0.90, 0.81, 0.73, 0.62, 0.52, 0.46, 0.40)
-PARTS = ("nano", "speed", "long", "streams", "hashes", "chunks", "soak", "memory")
+PARTS = ("nano", "nano_streams", "speed", "long", "streams", "memory", "hashes", "together", "chunks", "soak")
 
 
 def tokens(n: int, seed: int, vocab: int) -> list[int]:
@@ -53,6 +57,9 @@ class Bench:
 
     def left(self) -> float:
         return float(self.args.budget) - (time.monotonic() - self.begin)
+
+    def until(self, seconds: float) -> float:
+        return time.monotonic() + (1e9 if self.args.tiny else seconds)
 
     def part(self, name: str) -> None:
         if name not in self.args.parts.split(","):
@@ -92,7 +99,7 @@ class Bench:
             requests.append((ids, SamplingParams(**options)))
         return requests
 
-    def hashed(self, llm: LLM, requests: list[Any], until: float) -> tuple[list[Any], float]:
+    def hashed(self, llm: LLM, requests: list[Any], until: float, **options: Any) -> tuple[list[Any], float]:
         """Return per request its tokens and the hash of its logits; what is not done in time is None."""
         hashes: dict[int, Any] = {}
 
@@ -104,7 +111,8 @@ class Bench:
         engine: Any = llm.engine
         engine.watch_logits(watch)
         start = time.monotonic()
-        states = [engine.add_request(ids, params) for ids, params in requests]
+        options = {"num_speculative_tokens": options["k"]} if "k" in options else {}
+        states = [engine.add_request(ids, params, **options) for ids, params in requests]
         while engine.has_unfinished and time.monotonic() < until:
             engine.step()
         seconds = time.monotonic() - start
@@ -152,6 +160,44 @@ class Bench:
                 for key, value in compared.items():
                     result["compared"][key] += value
         return result
+
+    def nano_streams(self) -> dict[str, Any]:
+        """So many streams at once, drafts or none: what each says alone, tokens and logits."""
+        count, length = (2, 3) if self.args.tiny else (32, 128)
+        # Its layers are too small for some of the kernels that so wide launches are meant for: Triton's
+        # take their place.
+        programs.TRITON_ROWS, rows = MAX_ROWS, CudaLayers.most_rows
+        CudaLayers.most_rows = lambda *_: MAX_ROWS
+        llm = self.nano_engine("auto", max_num_seqs=1)
+        requests = self.nano_requests(llm, 0.8, count, length)
+        requests = [
+            (ids, replace(params, temperature=0.8 * (i % 2))) for i, (ids, params) in enumerate(requests)
+        ]
+        expected, _ = self.hashed(llm, requests, self.until(60), k=0)
+        result: dict[str, Any] = {"mismatches": 0}
+        for streams in (2,) if self.args.tiny else (4, 8, 16, 32):
+            del llm
+            llm = self.nano_engine("auto", max_num_seqs=streams)
+            for k in (0, 3) if self.args.tiny else (0, 3, 7, None):
+                name = f"{streams} streams, k={'auto' if k is None else k}"
+                result[name] = self.compared(llm, requests[: max(8, streams)], expected, k)
+                result["mismatches"] += result[name]["mismatches"]
+            result[f"{streams} streams, launches"] = llm.engine.programs.most_rows
+        programs.TRITON_ROWS, CudaLayers.most_rows = WIDE, rows
+        return result
+
+    def compared(self, llm: LLM, requests: list[Any], expected: list[Any], k: int | None) -> dict[str, Any]:
+        """Serve requests at once; return how many said something else than alone."""
+        before = llm.stats().speculation
+        found, seconds = self.hashed(llm, requests, self.until(60), k=k)
+        after = llm.stats().speculation
+        return {
+            "tokens": sum(len(one[0]) for one in found if one),
+            "mismatches": sum(one != own or one is None for one, own in zip(found, expected, strict=False)),
+            "drafts": after.num_draft_tokens - before.num_draft_tokens,
+            "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
+            "seconds": round(seconds, 2),
+        }
 
     # --- speed on a published shape
 
@@ -274,12 +320,12 @@ class Bench:
                 if self.left() < 8:
                     break
                 k = None if label.startswith("auto") else int(label)
-                rate = self.together(count, prompt, new, k)
+                rate = self.rate_of(count, prompt, new, k)
                 result[f"{count} streams, k={label}"] = round(rate, 1)
             result[f"{count} streams, chosen"] = self.xs().stats().draft_length_reason
         return result
 
-    def together(self, streams: int, prompt: int, new: int, k: int | None) -> float:
+    def rate_of(self, streams: int, prompt: int, new: int, k: int | None) -> float:
         """Return tokens a second from when all streams decode to when the first ends."""
         engine = self.xs().engine
         states = self.submit(streams, prompt, new, k)
@@ -299,8 +345,6 @@ class Bench:
 
     def hashes(self) -> dict[str, Any]:
         """Logits of the shape without drafts, and with the drafter's own drafts verified."""
-        from dataclasses import replace
-
         llm = self.xs()
         engine: Any = llm.engine
         config = replace(engine.config, speculative=None, kv_cache_memory_bytes=4 << 30, max_model_len=4096)
@@ -328,10 +372,35 @@ class Bench:
             "synthetic": True,
         }
 
+    def together(self) -> dict[str, Any]:
+        """Logits of the shape with so many streams at once, drafts or none: what each says alone."""
+        engine: Any = self.xs().engine
+        tiny, vocab = self.args.tiny, engine.target.config.vocab_size
+        length, most = (3, 2) if tiny else (self.args.hash_tokens, 32)
+        config = replace(
+            engine.config, speculative=None, max_num_seqs=most, max_model_len=128 if tiny else 1024
+        )
+        config = replace(config, kv_cache_memory_bytes=None if tiny else 8 << 30)
+        llm = LLM.from_engine(type(engine)(engine.target, engine.tokenizer, engine.proposer, config))
+        requests = []
+        for i in range(most):
+            params = SamplingParams(temperature=0.8 * (i % 2), max_tokens=length, ignore_eos=True, seed=i)
+            requests.append((tokens(9 + i if tiny else 100 + 13 * i, 9000 + i, vocab), params))
+        expected = [self.hashed(llm, [one], self.until(60), k=0)[0][0] for one in requests]
+        result: dict[str, Any] = {
+            "launches": llm.engine.programs.most_rows,
+            "mismatches": 0,
+            "synthetic": True,
+        }
+        for streams in (2,) if tiny else (4, 8, 16, 32):
+            for k in (0, 3) if tiny else (0, 1, 3, 5, 7):
+                name = f"{streams} streams, k={k}"
+                result[name] = self.compared(llm, requests[:streams], expected, k)
+                result["mismatches"] += result[name]["mismatches"]
+        return result
+
     def chunks(self) -> dict[str, Any]:
         """Logits after prompts of several blocks, however many a step takes, and from a cached prefix."""
-        from dataclasses import replace
-
         engine: Any = self.xs().engine
         vocab, tiny = engine.target.config.vocab_size, self.args.tiny
         sizes = (16, 32, 48) if tiny else (2048, 4096, None)
@@ -346,7 +415,7 @@ class Bench:
             own = replace(config, prefill_chunk_size=size, enable_prefix_caching=caches)
             other = type(engine)(engine.target, engine.tokenizer, None, own)
             requests = list(zip(prompts, params, strict=True))
-            found.append(self.hashed(LLM.from_engine(other), requests, time.monotonic() + 60)[0])
+            found.append(self.hashed(LLM.from_engine(other), requests, self.until(60))[0])
             cached.append(other.stats().num_cached_prompt_tokens)
             del other
             gc.collect()  # its pages are in cycles of references
@@ -361,12 +430,12 @@ class Bench:
         steps = 30 if tiny else self.args.soak_steps
         llm = self.nano_engine(7)
         check = self.nano_requests(llm, 1.0, 2 if tiny else 16, 6 if tiny else 64)
-        before, _ = self.hashed(llm, check, time.monotonic() + 600)
+        before, _ = self.hashed(llm, check, self.until(600))
         allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         start = time.monotonic()
         counts = self.disturbed_steps(llm.engine, steps, start + max(5.0, self.left() - 15))
         seconds = time.monotonic() - start
-        after, _ = self.hashed(llm, check, time.monotonic() + 600)
+        after, _ = self.hashed(llm, check, self.until(600))
         grown = torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0
         held = [pool.num_in_use for pool in llm.engine.scheduler.pools]
         found = {**counts, "seconds": round(seconds, 1), "same_bits": before == after}

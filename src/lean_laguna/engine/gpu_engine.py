@@ -352,7 +352,7 @@ class GpuEngine(LLMEngine):
             plan = lane.plan = self._plan(lane, lane.wanted)
         assert plan is not None
         turn, said = programs.run_step(plan.program, plan.cols, filtered=plan.filtered)
-        logits = lanes.read_logits_later() if self._watcher is not None else None
+        logits = lanes.read_logits_later(plan.cols) if self._watcher is not None else None
         made = lane.num_made_tokens
         lane.num_made_tokens = self._draft_lengths.num_made_tokens if plan.num_asked else None
         asked, lane.num_asked = lane.num_asked, plan.num_asked

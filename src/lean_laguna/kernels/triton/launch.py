@@ -60,7 +60,7 @@ class Launch:
     """What all launches of a step share.
 
     Attributes:
-        cols: Token columns of every product: 1 (steps of one row), 8 (of at most 8 rows) or 16.
+        cols: Token columns of every product: 1 (steps of one row), 8 (of at most 8 rows), 16, 32 or 64.
         pdl: Programmatic dependent launch, and L2 prefetch before inputs are ready (sm_90 and later).
         programs: Programs that share out the routed experts' first products; about four a multiprocessor.
         attention_programs: Programs that share out the splits of the context.
