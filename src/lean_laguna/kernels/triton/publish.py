@@ -16,6 +16,9 @@ from lean_laguna.kernels.triton.primitives import wait_for_inputs
 NUM_STAMP_WORDS = 8
 """Words of the stamps, which come first: step started, verified, ended, and its number; 64 bits each."""
 
+MOST_AT_ONCE = 2048
+"""Words that the program copies at once."""
+
 
 @triton.jit
 def _publish_kernel(
@@ -34,12 +37,15 @@ def _publish_kernel(
 ):
     wait_for_inputs(PDL, False)
     turn = tl.load(turn_ptr)
-    i = tl.arange(0, BLOCK)
+    num_words = NUM_WORDS
+    if ENTRY > 0:
+        num_words -= (ENTRIES - tl.load(num_entries_ptr)) * ENTRY
     to = said_ptr + turn % NUM_BLOCKS * NUM_WORDS
-    # The number, and on a GPU the end, are the copy's alone.
-    num_words = NUM_WORDS - (ENTRIES - tl.load(num_entries_ptr)) * ENTRY if ENTRY > 0 else NUM_WORDS
-    mine = (i < num_words) & ((i < (STAMPED // 2 if CLOCK else STAMPED * 3 // 4)) | (i >= STAMPED))
-    tl.store(to + i, tl.load(words_ptr + i, mask=mine), mask=mine)
+    for start in tl.range(0, num_words, BLOCK, num_stages=1):
+        i = start + tl.arange(0, BLOCK)
+        # The number, and on a GPU the end, are the copy's alone.
+        mine = (i < num_words) & ((i < (STAMPED // 2 if CLOCK else STAMPED * 3 // 4)) | (i >= STAMPED))
+        tl.store(to + i, tl.load(words_ptr + i, mask=mine), mask=mine)
     stamps = to.to(tl.pointer_type(tl.int64))
     if CLOCK:
         tl.store(stamps + 2, tl.extra.cuda.globaltimer())
@@ -74,7 +80,7 @@ def publish(
         turn if num_entries is None else num_entries,
         NUM_WORDS=num_words,
         NUM_BLOCKS=num_blocks,
-        BLOCK=power_of_two(num_words),
+        BLOCK=min(MOST_AT_ONCE, power_of_two(num_words)),
         STAMPED=NUM_STAMP_WORDS,
         ENTRIES=0 if entries is None else entries.shape[0],
         ENTRY=0 if entries is None else entries.shape[1],

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.publish import NUM_STAMP_WORDS, publish
 
-NUM_BLOCKS, NUM_WORDS = 3, 30
+NUM_BLOCKS, NUM_WORDS = 3, 3000
 
 
 def test_blocks_are_left_in_turn_and_numbered(device):
