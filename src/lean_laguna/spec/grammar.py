@@ -162,8 +162,8 @@ class GrammarConstraint:
     drafts; end-of-sequence tokens, which are not part of the grammar's text, are never given to it.
 
     A matcher may give up, where a grammar is so ambiguous that following it costs too much; or the request
-    allows none of the tokens that fit. Then the sequence can only end, as a failure and at the same token with
-    any drafter.
+    allows none of the tokens that fit. Then the sequence can only end, as a failure and at the same token
+    with any drafter.
 
     Attributes:
         failure: Why it ended before the grammar was satisfied.
