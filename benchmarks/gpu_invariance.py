@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from gpu_step import Bench, Run
-from random_model import Shape
+from random_model import LEGAL
 
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import attention as cuda_attention
@@ -76,8 +76,6 @@ CUDA = {
     "one program a multiprocessor": {(cuda_attention, "PROGRAMS"): 1},
     "three programs a multiprocessor": {(cuda_attention, "PROGRAMS"): 3},
 }
-LEGAL = Shape(256, 3, 4, 6, 2, 128, 20, 256, 32, 2, 256, 256, 96, 1, (0, 2))
-"""The least that the CUDA C++ kernels take: ``--tiny`` asks for every case's kernels at these sizes."""
 
 
 @contextlib.contextmanager
