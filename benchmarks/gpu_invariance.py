@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from gpu_step import Bench, Run
+from random_model import LEGAL
 
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import attention as cuda_attention
@@ -64,17 +66,21 @@ CUDA = {
         (products, "_num_programs"): lambda device, cols: 2 * multiprocessors(device),
     },
     "loads by lanes": {(products, "has_bulk_copies"): lambda device: False},
-    "64 keys a split": {(cuda_attention, "SPLIT"): 64},
-    "clusters of 8": {(cuda_attention, "cluster_programs"): lambda shape: 8},
-    "clusters of 16": {(cuda_attention, "cluster_programs"): lambda shape: 16},
-    "one tile of queries": {(cuda_attention, "num_tiles"): lambda shape, cols: 1},
+    "clusters of 2": {(cuda_attention, "cluster_programs"): lambda shape, cols: 2},
+    "clusters of 4": {(cuda_attention, "cluster_programs"): lambda shape, cols: 4},
+    "clusters of 8": {(cuda_attention, "cluster_programs"): lambda shape, cols: 8},
+    "4 parts": {
+        (cuda_attention, "PARTS"): 4,
+        (cuda_attention, "cluster_programs"): lambda shape, cols: 4,
+    },
+    "one program a multiprocessor": {(cuda_attention, "PROGRAMS"): 1},
+    "three programs a multiprocessor": {(cuda_attention, "PROGRAMS"): 3},
 }
 
 
 @contextlib.contextmanager
 def patched(constants: dict[Any, Any]) -> Iterator[None]:
-    """Give modules other constants for a while."""
-    constants = {key: value for key, value in constants.items() if hasattr(*key)}
+    """Give modules other constants for a while; each must be there."""
     kept = {key: getattr(*key) for key in constants}
     for (module, name), value in constants.items():
         setattr(module, name, value)
@@ -281,6 +287,18 @@ class Invariance(Bench):
                     entry["error"] = repr(error)[:200]
         return found
 
+    def cuda_sources(self) -> dict[str, int]:
+        """Ask for the CUDA C++ kernels of every case without a GPU; return how many each case launches."""
+        self.shape, self.dtype = LEGAL, torch.bfloat16
+        self.build()
+        counts = {}
+        for name, what, at in self.cuda_cases():
+            with collecting() as sources:
+                for rows in self.rows:
+                    at(rows)()
+            counts[f"{name}: {what}"] = len(sources)
+        return counts
+
     def cost(self) -> dict[str, Any]:
         """Return by rows and class: the engine's kernel, the best single one, and the best of all."""
         return {str(rows): self.cost_at(str(rows)) for rows in self.rows}
@@ -353,7 +371,10 @@ def main() -> None:
     bench.phase("build", bench.build)
     bench.phase("times", bench.times)
     bench.phase("cost", bench.cost, 0)
+    if args.tiny:
+        bench.phase("cuda_sources", bench.cuda_sources)
     bench.show(args.out)
+    sys.exit(bool(bench.found["errors"]))
 
 
 if __name__ == "__main__":

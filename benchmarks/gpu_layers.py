@@ -3,15 +3,18 @@
     PYTHONPATH=src python benchmarks/gpu_layers.py --out FOLDER
     PYTHONPATH=src python benchmarks/gpu_layers.py --out FOLDER --wide   # only steps of more than 16 rows
 
-Builds a random Laguna-XS (67 GB in BF16). Prints a short table last and writes gpu_layers.json.
+Builds a random Laguna-XS (67 GB in BF16). Prints a short table last and writes gpu_layers.json. With
+``TRITON_INTERPRET=1 ... --tiny`` no CUDA C++ kernel runs, but each is asked for, to try the script itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from gpu_step import Bench
 from kernel_variants import STAMPED_BLOCKS, changed, last_layer, variant
+from random_model import LEGAL
 from twins import relative
 from wide_rows import WideRows
 
@@ -32,11 +36,29 @@ from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.step import TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
 
+KERNELS = {"project", "project_add", "attention", "experts_up", "experts_down"}
+
+
+def without_prefetch(tiles: Tiles) -> Tiles:
+    """Return tiles that ask for nothing ahead of their turn."""
+    given = {f.name: getattr(tiles, f.name) for f in dataclasses.fields(Tiles)}
+    plain = {name: tile.with_prefetch(0.0) for name, tile in given.items() if isinstance(tile, Tile)}
+    return dataclasses.replace(tiles, **plain)
+
 
 class LayersBench(Bench):
     """A step whose layers run either way."""
 
     use_cuda = True
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__(args)
+        if args.tiny:
+            self.shape, self.dtype = LEGAL, torch.bfloat16
+            tiles = {f.name: Tile(128, 128, 2, 2, 2) for f in dataclasses.fields(Tiles)}
+            self.tiles = self.chosen = Tiles(**tiles)
+        else:
+            self.tiles = self.chosen = without_prefetch(Tiles())
 
     def build(self) -> None:
         super().build()
@@ -50,9 +72,9 @@ class LayersBench(Bench):
     def equal(self) -> dict[str, float]:
         """Return each layer kind's relative difference between the two, on the same inputs."""
         found = {}
-        for rows, cols in ((1, 1), (1, 8), (7, 8), (13, 16)):
+        for rows, cols in ((1, 1), (1, 8), (7, 8), (13, 16))[: 1 if self.tiny else 4]:
             launch = self.launch(cols, True)
-            for i in (0, 1, 4):
+            for i in (0, 1, 4)[: 2 if self.tiny else 3]:  # dense, with sliding attention, with full attention
                 start = torch.randn_like(self.scratch.hidden)
                 results = []
                 for run in (step_module.run_layer, self.cuda):
@@ -79,16 +101,19 @@ class LayersBench(Bench):
         runs = [partial(self.run_changed, *own) for _, *own in self.setups()]
         runs += [partial(self.run_changed, launch, *own) for _, launch, *own in self.stamped()]
         runs += [partial(self.run_changed, self.launch(1), {}, {"NO_WAITS": 1})]
-        self.compile_cuda(runs)
+        names = self.compile_cuda(runs)
+        assert not self.tiny or names == KERNELS
         return self.left()
 
-    def compile_cuda(self, runs: list[Callable[[], None]]) -> None:
-        """Compile every kernel that the runs would launch, of both kinds."""
-        if self.tiny:
-            return
+    def compile_cuda(self, runs: list[Callable[[], None]]) -> set[str]:
+        """Compile every kernel that the runs would launch, of both kinds; returns the names of CUDA C++'s."""
         with collecting() as sources:
+            for run in runs if self.tiny else ():
+                run()
             self.compile(runs)
-        compile_ahead(sources, torch.device(self.device))
+        if not self.tiny:
+            compile_ahead(sources, torch.device(self.device))
+        return {source.name for source in sources}
 
     def run_changed(self, launch: Launch | None, sizes: dict[str, Any], constants: dict[str, int]) -> None:
         self.use_cuda = launch is not None
@@ -154,8 +179,9 @@ class LayersBench(Bench):
     def setups(self) -> list[tuple[str, Launch | None, dict[str, Any], dict[str, int]]]:
         """Return what steps are timed with: name, launch (None: Triton), sizes and constants that differ."""
         lone, wide = self.launch(1), self.launch(8)
+        triton: list[tuple[str, Launch | None, dict[str, Any], dict[str, int]]] = [("triton", None, {}, {})]
         return [
-            ("triton", None, {}, {}),
+            *(() if self.tiny else triton),
             ("8 columns, no early launch", self.launch(8, False), {}, {}),
             ("8 columns", wide, {}, {}),
             ("8 columns, by lanes", wide, {"has_bulk_copies": lambda device: False}, {}),
@@ -246,21 +272,17 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true")
     args = parser.parse_args()
     bench = LayersBench(args)
-    bench.tiles = bench.chosen = dataclasses.replace(
-        Tiles(),
-        **{
-            f.name: getattr(Tiles(), f.name).with_prefetch(0.0)
-            for f in dataclasses.fields(Tiles)
-            if isinstance(getattr(Tiles(), f.name), Tile)
-        },
-    )
-    bench.phase("build", bench.build)
-    bench.phase("read_tb_s", bench.read_bandwidth)
-    if not args.wide:
-        run_narrow(bench)
-    run_wide(bench)
+    # Without a GPU nothing of ours is launched.
+    with collecting() if args.tiny else contextlib.nullcontext():
+        bench.phase("build", bench.build)
+        bench.phase("read_tb_s", bench.read_bandwidth)
+        if not args.wide:
+            run_narrow(bench)
+        if args.wide or not args.tiny:
+            run_wide(bench)
     bench.found["kernels"] = {}
     bench.report(args.out)
+    sys.exit(bool(bench.found["errors"]))
 
 
 def run_narrow(bench: LayersBench) -> None:
@@ -270,9 +292,10 @@ def run_narrow(bench: LayersBench) -> None:
     bench.phase("steps", bench.steps)
     bench.phase("bits", bench.bits)
     bench.phase("shared", bench.shared)
-    bench.phase("stamps", bench.stamps)
     bench.phase("drafting", bench.drafting)
-    bench.phase("profile", bench.profile_cuda, 10)
+    if not bench.tiny:
+        bench.phase("stamps", bench.stamps)
+        bench.phase("profile", bench.profile_cuda, 10)
     bench.phase("ms_without_waits", bench.without_waits)
 
 

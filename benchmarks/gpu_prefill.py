@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from random_model import TINY, XS, Maker
 from torch import Tensor
 
+from lean_laguna.kernels.cuda import driver
+from lean_laguna.kernels.cuda.prompt_attention import attend_block, has_warpgroups
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillStep
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
@@ -104,10 +106,11 @@ class Bench:
         self.found: dict[str, Any] = {"errors": {}}
         self.device, self.dtype = ("cpu", torch.float32) if args.tiny else ("cuda", torch.bfloat16)
         self.shape = TINY if args.tiny else XS
-        self.chunks = (16, 32) if args.tiny else (2048, 8192)
+        self.chunks = (16, 32) if args.tiny else tuple(map(int, args.chunks.split(",")))
         self.lengths = (20, 40) if args.tiny else (256, 2048, 32768)
         small = AttentionTile(16, 16, 4, 2)
         few = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
+        self.attend_block = None if args.tiny or not has_warpgroups(torch.device("cuda")) else attend_block
         self.tiles = PrefillTiles(small, small, few) if args.tiny else PrefillTiles()
 
     def left(self) -> float:
@@ -147,7 +150,13 @@ class Bench:
             rows, len(self.shape.taps), self.shape.hidden, dtype=self.dtype, device=self.device
         )
         return PrefillStep(
-            self.weights, self.caches, scratch, self.shape.taps, taps, tiles=tiles or self.tiles
+            self.weights,
+            self.caches,
+            scratch,
+            self.shape.taps,
+            taps,
+            tiles=tiles or self.tiles,
+            attend_block=self.attend_block,
         )
 
     def compile(self, runs: list[Run]) -> None:
@@ -167,11 +176,12 @@ class Bench:
             with ThreadPoolExecutor(16) as pool:
                 from triton import AsyncCompileMode
 
-                with AsyncCompileMode(pool, ignore_errors=True):
+                with AsyncCompileMode(pool, ignore_errors=True), driver.collecting() as sources:
                     for run in runs:
                         run()
         finally:
             JITFunction.run = launch
+        driver.compile_ahead(sources, torch.device("cuda"))
         print(f"compiled in {time.monotonic() - before:.1f} s ({len(runs)} runs)", flush=True)
 
     def graph(self, run: Run) -> Run:
@@ -229,6 +239,7 @@ class Bench:
             taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
             got, at = [], 0
             step = PrefillStep(weights, caches, scratch, (0,), taps, tiles=self.tiles, library_from=chunk)
+            step.attend_block = self.attend_block
             while at < length:
                 n = min(2 * chunk, length - at)
                 step.scratch.input_ids[:n] = ids[at : at + n]
@@ -295,6 +306,32 @@ class Bench:
             out[f"{key}, first time"] = round((time.monotonic() - before) * 1000, 1)
             out[key] = round(self.time_ms(run, 5 if length <= self.chunks[0] else 2), 2)
         return out
+
+    def ways(self) -> dict[str, float]:
+        """Time the longest prompt without CUDA C++, and with its chunks as graphs."""
+        out: dict[str, float] = {}
+        for chunk in self.chunks[1:]:
+            step = dataclasses.replace(self.step(chunk), attend_block=None)
+            run = partial(self.whole, step, max(self.lengths), chunk)
+            out[f"Triton and the library, chunks of {chunk}"] = round(self.time_ms(run, 2), 2)
+        for chunk in self.chunks if self.attend_block is not None else ():
+            run = self.graphed(chunk)
+            out[f"graphs, chunks of {chunk}"] = round(self.time_ms(run, 5), 2)
+        return out
+
+    def graphed(self, chunk: int) -> Run:
+        """Return a run of the longest prompt whose chunks are one graph."""
+        step, tables = self.step(chunk), tuple(table[0] for table in self.caches.tables)
+        ids, long = self.scratch.input_ids, max(self.lengths)
+        replay = self.graph(partial(step.launch, ids, step.spans(chunk)[0][2], chunk, tables))
+
+        def run() -> None:
+            for at in range(0, long, chunk):
+                step.scratch.note(at, chunk)
+                ids[:chunk].copy_(self.ids[at : at + chunk])
+                replay()
+
+        return run
 
     def library_share(self) -> dict[str, float]:
         """Time the longest prompt by the multiples in which the library takes keys, the first time too."""
@@ -573,6 +610,7 @@ class Bench:
             "repeat",
             "rows_apart",
             "totals",
+            "ways",
             "library_share",
             "profile",
         ):
@@ -591,12 +629,13 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=120.0, help="seconds; phases that overrun are skipped"
     )
+    parser.add_argument("--chunks", default="2048,8192", help="tokens at a time; blocks are the first")
     parser.add_argument(
         "--tiny", action="store_true", help="a toy shape on the CPU, to try the script itself"
     )
     parser.add_argument(
         "--phases",
-        default="check,repeat,rows_apart,library_attention,totals,profile,host,attention,classes,experts",
+        default="check,repeat,rows_apart,library_attention,totals,ways,profile,host,attention,classes,experts",
     )
     args = parser.parse_args()
     bench = Bench(args)

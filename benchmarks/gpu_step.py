@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class Bench:
         self.context = 40 if args.tiny else 2048
         self.long = 100 if args.tiny else 32768
         self.chosen = self.tiles = (
-            Tiles(**{f.name: Tile(16, 16, 2, 2, 2) for f in dataclasses.fields(Tiles)})
+            Tiles(**{f.name: Tile(32, 32, 2, 2, 2) for f in dataclasses.fields(Tiles)})
             if args.tiny
             else Tiles()
         )
@@ -495,25 +496,21 @@ class Bench:
             best, **{f.name: getattr(best, f.name).with_prefetch(0.0) for f in dataclasses.fields(Tiles)}
         )
         setups = [
-            ("default tiles, no early launch", self.launch(pdl=False, programs=528), self.tiles, 0),
-            ("best tiles, no early launch", self.launch(pdl=False), best, 0),
-            ("best tiles, early, no prefetch", self.launch(), none, 0),
-            ("best tiles, early, prefetch", self.launch(), best, 0),
-            ("best tiles, early, prefetch, 8 MB ahead", self.launch(), best, 256),
-            ("best tiles, early, prefetch, 16 MB ahead", self.launch(), best, 512),
-            ("best tiles, early, prefetch, 16 columns", self.launch(16), best, 0),
+            ("default tiles, no early launch", self.launch(pdl=False, programs=528), self.tiles),
+            ("best tiles, no early launch", self.launch(pdl=False), best),
+            ("best tiles, early, no prefetch", self.launch(), none),
+            ("best tiles, early, prefetch", self.launch(), best),
+            ("best tiles, early, prefetch, 16 columns", self.launch(16), best),
         ]
-        self.compile(
-            [self.target(launch, tiles=tiles, ahead=ahead).run for _, launch, tiles, ahead in setups]
-        )
+        self.compile([self.target(launch, tiles=tiles).run for _, launch, tiles in setups])
         table = []
-        for label, launch, tiles, ahead in setups[:1] if self.tiny else setups:
+        for label, launch, tiles in setups[:1] if self.tiny else setups:
             if self.left() < 30:
                 break
             row: dict[str, Any] = {"setup": label}
             try:
                 self.place([1], [self.context])
-                replay = self.graph(self.target(launch, tiles=tiles, ahead=ahead).run)
+                replay = self.graph(self.target(launch, tiles=tiles).run)
                 for m in (1,) if self.tiny else (1, 2, 4, 8, 16)[: 4 if launch.cols == 8 else 5]:
                     self.place([m], [self.context])
                     row[f"ms_{m}"] = round(self.time_us(replay, 10) / 1000, 4)
@@ -574,7 +571,7 @@ class Bench:
     def bits(self) -> dict[str, Any]:
         """Count logits rows whose bits differ from decoding alone, over rows, slots, columns and set-ups."""
         base, best = self.context, self.chosen
-        rounds = 12 if not self.tiny else 4
+        rounds = 12 if not self.tiny else 3
         launches = self.bit_launches()
         steps = {k: self.target(v, tiles=best, logits=True) for k, v in launches.items()}
         self.compile([s.run for s in steps.values()])
@@ -817,6 +814,7 @@ def main() -> None:
     bench.phase("sampling", bench.sampling, 4)
     bench.phase("profile", bench.profile, 8)
     bench.report(parser.parse_args().out)
+    sys.exit(bool(bench.found["errors"]))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Shape:
 
 XS = Shape(2048, 40, 48, 64, 8, 128, 512, 8192, 256, 8, 512, 512, 100352, 5, (1, 13, 25, 33, 39))
 TINY = Shape(64, 3, 4, 6, 2, 16, 20, 48, 8, 2, 32, 32, 96, 1, (0, 2))
+LEGAL = Shape(256, 5, 8, 16, 2, 128, 20, 256, 32, 2, 256, 256, 96, 1, (0, 2))
+"""The least that the CUDA C++ kernels take: without a GPU a script can ask for its kernels at these sizes."""
 
 
 class Maker:

@@ -62,6 +62,11 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
     (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
     (COMPLETIONS, {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "allowed_token_ids": [0]},
+        "allowed_token_ids",
+    ),
     (COMPLETIONS, {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),

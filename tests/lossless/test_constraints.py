@@ -192,3 +192,31 @@ def test_foreseen_tokens_are_always_accepted():
             )
             done = decode(target, request, forced_drafter(40))
             assert done.stats.num_accepted_tokens == done.stats.num_draft_tokens > 5
+
+
+def test_allowed_tokens_that_the_grammar_runs_out_of_end_it_alike():
+    structured = StructuredOutputs(regex="[ab]{3,9}c")
+    letters = [tokenizer().encode(letter)[0] for letter in "ab"]
+
+    def fresh(seed):
+        return new_request(
+            TalkativeTarget(VOCAB, salt=seed),
+            [70],
+            SamplingParams(temperature=1.0, max_tokens=40, allowed_token_ids=letters),
+            seed=seed,
+            eos_token_ids=tokenizer().eos_token_ids,
+            constraints=[compiler().constraint(structured, [], None, letters)],
+        )
+
+    for seed in range(4):
+        target, rng = TalkativeTarget(VOCAB, salt=seed), random.Random(seed)
+        plain = decode(target, fresh(seed))
+        assert set(plain.token_ids[:9]) <= set(letters)
+        assert len(plain.token_ids) == 10
+        assert plain.finish_reason == "stop"
+        for drafter in (
+            random_drafter(VOCAB, 3, rng),
+            scripted_drafter(plain.token_ids, VOCAB, 12, 0.9, rng),
+            forced_drafter(5),
+        ):
+            assert decode(target, fresh(seed), drafter).outcome() == plain.outcome(), seed

@@ -180,10 +180,22 @@ def _nested(given: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Ma
 
     def filled(parameters: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
         if parameters is None:
-            return _DEFAULTS[name]
+            return _default(name, where, name in given)
         return {**loose, **parameters} if parameters.get("rope_type") == "yarn" else parameters
 
     return filled(full, "full_attention"), filled(sliding, "sliding_attention")
+
+
+def _default(name: str, where: str, is_null: bool) -> Mapping[str, Any]:
+    """Return what transformers takes for a layer type of which nothing is said; a null may not mean that."""
+    default = _DEFAULTS[name]
+    if is_null:
+        warnings.warn(
+            f"{where}: 'rope_parameters' is null for {name}; taken as transformers does: rope_theta "
+            f"{default['rope_theta']:.0f}, {default['partial_rotary_factor']:.0%} of each head turned",
+            stacklevel=6,
+        )
+    return default
 
 
 def _flat(
@@ -191,9 +203,9 @@ def _flat(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     scaling = config.get("rope_scaling")
     if given is None and scaling is None and config.get("rope_theta") is None:
-        return _DEFAULTS["full_attention"], config.get("swa_rope_parameters") or _DEFAULTS[
-            "sliding_attention"
-        ]
+        is_null, sliding = "rope_parameters" in config, config.get("swa_rope_parameters")
+        full = _default("full_attention", where, is_null)
+        return full, sliding or _default("sliding_attention", where, is_null and has_sliding)
     full = {**(scaling or {}), **(given or {})}
     if "rope_theta" not in full and config.get("rope_theta") is None:
         raise ConfigError(f"{where}: 'rope_theta' is missing; give it beside or in rope_parameters")

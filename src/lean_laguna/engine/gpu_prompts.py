@@ -24,7 +24,7 @@ from lean_laguna.engine.gpu_state import pinned_copy
 from lean_laguna.engine.scheduler import SchedulerLimits
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.kernels.triton.context import append_chunk_context, context_width, fold_tap
-from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, PrefillStep
+from lean_laguna.kernels.triton.prefill import LIBRARY_FROM, AttendBlock, PrefillStep
 from lean_laguna.kernels.triton.prefill_scratch import MIN_ROWS, PrefillScratch, block_rows, shape_rows
 
 Span = tuple[int, float]
@@ -117,11 +117,22 @@ class ChunkPrompts:
             scratch,
             tap_layers=programs.tap_layers,
             tapped=None if drafter is None else self._fold,
+            attend_block=self._own_attention(),
         )
         self._graphs: dict[tuple[int, Span], Program] = {}
         self._tables = [torch.zeros_like(table[0]) for table in programs.tables]
         self._host_tables = [np.zeros(len(table), dtype=np.int32) for table in self._tables]
         self._table_of = {id(table): own for table, own in zip(programs.tables, self._tables, strict=True)}
+
+    def _own_attention(self) -> AttendBlock | None:
+        """Return what attends whole blocks in CUDA C++, where it fits every layer."""
+        if not self._programs.uses_cuda:
+            return None
+        from lean_laguna.kernels.cuda.prompt_attention import attend_block, fits_prompts, has_warpgroups
+
+        shapes = [layer.attention.shape for layer in self._programs.target.layers]
+        fits = all(fits_prompts(shape, self._block) for shape in shapes)
+        return attend_block if fits and has_warpgroups(self._programs.device) else None
 
     def dry_runs(self) -> Sequence[Callable[[], object]]:
         """See ``Prompts.dry_runs``: the shapes that differ, and positions with keys before the chunk."""
@@ -133,12 +144,19 @@ class ChunkPrompts:
         return [partial(self._launch, first, num) for first, num in runs]
 
     def _shapes(self) -> list[tuple[int, Span, int]]:
-        """Return the launches that chunks of one block have: rows, where from and up to, and a position."""
+        """Return launches that repeat: rows of a chunk, where from and up to, and a position.
+
+        Of chunks of one block, and where nothing follows positions of the longest too.
+        """
         rows = dict.fromkeys(block_rows(num, self._block) for num in range(1, self._block + 1, MIN_ROWS))
+        if self._step.attend_block is not None:
+            rows[self._step.scratch.rows] = None
         return [(num, span[:2], span[2]) for num in rows for span in self._step.spans(num)]
 
     def capture(self) -> None:
-        """Capture the launches of prompts of one block."""
+        """Capture launches that repeat."""
+        if not self._programs.uses_cuda:  # for want of a compiler, as is known by now
+            self._step.attend_block = None
         if self._programs.graph_pool is None:
             return
         self._step.scratch.note(0, 0)

@@ -136,7 +136,9 @@ class Intake:
         constraints: list[Constraint] = []
         if params.structured_outputs is not None:
             constraints.append(
-                self._grammars.constraint(params.structured_outputs, prompt_token_ids, self._think_tags)
+                self._grammars.constraint(
+                    params.structured_outputs, prompt_token_ids, self._think_tags, params.allowed_token_ids
+                )
             )
         if params.thinking_token_budget is not None and self._think_tags is not None:
             constraints.append(

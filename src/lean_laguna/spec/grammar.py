@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from lean_laguna.core.errors import MissingDependencyError, RequestError
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.spec.request import check_vocabulary
 from lean_laguna.spec.thinking import ThinkTags
 
 if TYPE_CHECKING:
@@ -100,7 +101,11 @@ class GrammarCompiler:
         self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
 
     def constraint(
-        self, structured: StructuredOutputs, prompt_token_ids: Sequence[int], tags: ThinkTags | None
+        self,
+        structured: StructuredOutputs,
+        prompt_token_ids: Sequence[int],
+        tags: ThinkTags | None,
+        allowed_token_ids: Sequence[int] | None = None,
     ) -> GrammarConstraint:
         """Return the constraint of one completion.
 
@@ -108,9 +113,10 @@ class GrammarCompiler:
             structured: What was asked for.
             prompt_token_ids: Tells whether the thinking is open.
             tags: The tokens of thinking, where the tokenizer has them.
+            allowed_token_ids: The only tokens that the request allows; None for any.
 
         Raises:
-            RequestError: The constraint cannot be followed.
+            RequestError: The constraint cannot be followed, or no allowed token can begin what it asks for.
             MissingDependencyError: llguidance is not installed.
         """
         matcher = self._matchers.get(structured)
@@ -120,12 +126,22 @@ class GrammarCompiler:
             if len(self._matchers) > _NUM_KEPT:
                 self._matchers.popitem(last=False)
         self._matchers.move_to_end(structured)
+        if allowed_token_ids is not None:
+            check_vocabulary(allowed_token_ids, self._vocab_size, "allowed_token_ids")
         is_thinking = tags is not None and tags.is_open_after(prompt_token_ids)
-        return GrammarConstraint(
+        constraint = GrammarConstraint(
             matcher.deep_copy(),
             self._tokenizer.eos_token_ids,
             think_end_id=tags.end_id if tags is not None and is_thinking else None,
+            allowed_token_ids=allowed_token_ids,
         )
+        if allowed_token_ids is not None and not constraint.can_begin(self._vocab_size):
+            raise RequestError(
+                f"allowed_token_ids hold no token that {PARAM} can begin with: allow some, or leave one of "
+                "the two out",
+                param="allowed_token_ids",
+            )
+        return constraint
 
     def _compile(self, structured: StructuredOutputs) -> LLMatcher:
         text = grammar_text(structured)
@@ -145,22 +161,32 @@ class GrammarConstraint:
     Invariant: between calls the matcher has consumed the committed tokens since the grammar began, and no
     drafts; end-of-sequence tokens, which are not part of the grammar's text, are never given to it.
 
-    A matcher may give up, where a grammar is so ambiguous that following it costs too much. Then the sequence
-    can only end, as a failure and at the same token with any drafter.
+    A matcher may give up, where a grammar is so ambiguous that following it costs too much; or the request
+    allows none of the tokens that fit. Then the sequence can only end, as a failure and at the same token
+    with any drafter.
 
     Attributes:
         failure: Why it ended before the grammar was satisfied.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], *, think_end_id: int | None = None):
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: Sequence[int],
+        *,
+        think_end_id: int | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+    ):
         """Start a completion.
 
         Args:
             matcher: Its own, at the grammar's start.
             eos_token_ids: What may come where the grammar is satisfied.
             think_end_id: The token after which the grammar begins; None where it begins at once.
+            allowed_token_ids: The only tokens of the grammar's text, in the vocabulary; None for any.
         """
         self._matcher = matcher
+        self._allowed_ids = None if allowed_token_ids is None else sorted(set(allowed_token_ids))
         self._eos_token_ids = tuple(eos_token_ids)
         self._think_end_id = think_end_id  # None once the grammar has begun
         self._has_ended = False
@@ -215,25 +241,42 @@ class GrammarConstraint:
             return []
         return self._matcher.compute_ff_tokens()[:limit]
 
+    def can_begin(self, vocab_size: int) -> bool:
+        """Say whether the grammar's text can begin with a token that the request allows."""
+        return bool(self._fitting(self._matcher, vocab_size).any())
+
     def _mask(self, row: NDArray[np.float64], matcher: LLMatcher, has_ended: bool) -> None:
-        if has_ended or matcher.is_stopped():
-            allowed = np.zeros(len(row), dtype=bool)
-            allowed[list(self._eos_token_ids)] = True
-        else:
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, count=len(row), bitorder="little").astype(bool)
-        row[~allowed] = -np.inf
+        fitting = np.zeros(len(row), dtype=bool)
+        if not has_ended and not matcher.is_stopped():
+            fitting = self._fitting(matcher, len(row))
+        if not fitting.any():
+            fitting[list(self._eos_token_ids)] = True
+        row[~fitting] = -np.inf
         if np.isneginf(row).all():  # other options banned all that fits: the grammar comes first
-            row[allowed] = 0
+            row[fitting] = 0
+
+    def _fitting(self, matcher: LLMatcher, vocab_size: int) -> NDArray[np.bool_]:
+        """Return which tokens the grammar and the request both allow next, [V]."""
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        fitting = np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
+        if self._allowed_ids is None:
+            return fitting
+        both = np.zeros_like(fitting)
+        both[self._allowed_ids] = fitting[self._allowed_ids]
+        if not both.any():  # of one text the matcher names the usual tokens alone; others may spell it
+            both[[token for token in self._allowed_ids if matcher.validate_tokens([token])]] = True
+        return both
 
 
 def _failure(matcher: LLMatcher) -> str | None:
     if not matcher.is_stopped():
         matcher.compute_bitmask()  # may be what fails, and so far have failed on a copy only
-    if not matcher.is_error():
-        return None
-    said = matcher.get_error().strip().partition("\n")[0]
-    return f"{PARAM} cannot be followed any further, so the output is not finished: {said}"
+    if matcher.is_error():
+        said = matcher.get_error().strip().partition("\n")[0]
+        return f"{PARAM} cannot be followed any further, so the output is not finished: {said}"
+    if not matcher.is_accepting():
+        return f"{PARAM} cannot be followed any further: allowed_token_ids hold no token that fits"
+    return None
 
 
 class _TokenTable:

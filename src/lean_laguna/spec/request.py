@@ -152,11 +152,11 @@ class SamplingRequest:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bad_word_ids = tuple(tuple(word) for word in bad_word_ids)
         bias = params.logit_bias or {}
-        _check_vocabulary(bias, vocab_size, "logit_bias")
-        _check_vocabulary([token for word in self.bad_word_ids for token in word], vocab_size, "bad_words")
+        check_vocabulary(bias, vocab_size, "logit_bias")
+        check_vocabulary([token for word in self.bad_word_ids for token in word], vocab_size, "bad_words")
         self.forbidden: NDArray[np.bool_] | None = None
         if params.allowed_token_ids is not None:
-            _check_vocabulary(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+            check_vocabulary(params.allowed_token_ids, vocab_size, "allowed_token_ids")
             self.forbidden = np.ones(vocab_size, dtype=np.bool_)
             self.forbidden[list(params.allowed_token_ids)] = False
         self.bias_ids = np.array(sorted(bias), dtype=np.int64)
@@ -246,7 +246,12 @@ class SamplingRequest:
         return banned
 
 
-def _check_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Refuse tokens that the target does not have.
+
+    Raises:
+        RequestError: For the first of them.
+    """
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -63,6 +63,18 @@ def test_without_any_key_transformers_defaults_hold():
     assert (sliding.rope_theta, sliding.partial_rotary_factor, sliding.rope_type) == (10000.0, 1.0, "default")
 
 
+def test_null_is_taken_as_transformers_does_and_said():
+    for given in (
+        {"rope_parameters": None},
+        {"rope_parameters": {"full_attention": None, "sliding_attention": PLAIN}},
+    ):
+        with pytest.warns(
+            UserWarning, match="c.json: 'rope_parameters' is null for full_attention; taken as .* 500000, 50%"
+        ) as said:
+            assert read_ropes(given, "c.json", False) == read_ropes({}, "c.json", False)
+        assert len(said) == 1
+
+
 def test_one_embedding_for_both_layer_types_warns():
     with pytest.warns(UserWarning, match="swa_rope_parameters"):
         full, sliding = read_ropes({"rope_parameters": YARN}, "config.json", True)

@@ -131,6 +131,47 @@ def test_the_grammar_outlasts_options_that_ban_all_it_allows(tokenizer, compiler
     assert np.flatnonzero(np.isfinite(scores[0])).tolist() == [a]
 
 
+def test_of_what_the_grammar_allows_only_allowed_tokens_come(tokenizer, compiler):
+    a, b, c = (tokenizer.encode(text)[0] for text in "abc")
+    constraint = compiler.constraint(StructuredOutputs(regex="[abc]+"), [], None, [b, c])
+    assert allowed(constraint, [b]) == [{b, c}] * 2  # the end too is not allowed
+    constraint = compiler.constraint(StructuredOutputs(choice=["ab"]), [], None, [a, b])
+    assert allowed(constraint, [a, b]) == [{a}, {b}, ENDS]  # nothing but the end fits
+    constraint.commit([a, b, EOS])
+    assert constraint.failure is None
+
+
+def test_allowed_tokens_may_spell_a_text_in_another_way(tokenizer, compiler):
+    long = next(
+        token
+        for token in range(tokenizer.vocab_size)
+        if len(text := tokenizer.token_bytes(token)) > 1 and text.isalpha() and text.isascii()
+    )
+    text = tokenizer.token_bytes(long).decode()
+    letters = [tokenizer.encode(letter)[0] for letter in text]
+    assert tokenizer.encode(text) == [long]
+    constraint = compiler.constraint(StructuredOutputs(choice=[text]), [], None, letters)
+    assert allowed(constraint, letters) == [*({letter} for letter in letters), ENDS]
+
+
+def test_tokens_that_contradict_the_grammar_are_refused_or_end_it_as_a_failure(tokenizer, compiler):
+    a, b, c = (tokenizer.encode(text)[0] for text in "abc")
+    structured = StructuredOutputs(regex="ab+c")
+    with pytest.raises(RequestError, match="allowed_token_ids hold no token that structured_outputs can"):
+        compiler.constraint(structured, [], None, [b, c])
+    with pytest.raises(RequestError, match="allowed_token_ids: token id 330 is not in the vocabulary"):
+        compiler.constraint(structured, [], None, [a, VOCAB])
+    plain, drafting = (compiler.constraint(structured, [], None, [a, c]) for _ in range(2))
+    assert allowed(drafting, [a, b, c])[:2] == [{a}, ENDS]
+    assert allowed(plain) == [{a}]
+    plain.commit([a])
+    assert allowed(plain) == [ENDS]
+    plain.commit([EOS])
+    drafting.commit([a, EOS])
+    for constraint in (plain, drafting):
+        assert "allowed_token_ids hold no token that fits" in constraint.failure
+
+
 @pytest.mark.parametrize(
     ("structured", "text"),
     [

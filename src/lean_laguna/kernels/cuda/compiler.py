@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "table.cuh", "units.cuh", "wide.cuh")
+HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "table.cuh", "units.cuh", "warpgroups.cuh", "wide.cuh")
+WITH_WARPGROUPS = ("prompt_attention",)
+"""Kernels whose instructions one architecture has and no later one."""
 
 
 class CompilationError(RuntimeError):
@@ -43,8 +45,9 @@ class Source:
 
     def options(self, architecture: str) -> list[str]:
         """Return the compiler's options for an architecture such as ``sm_90``."""
+        own = "a" if self.name in WITH_WARPGROUPS else ""
         return [
-            f"--gpu-architecture={architecture}",
+            f"--gpu-architecture={architecture}{own}",
             "--std=c++17",
             *(f"-D{k}={v}" for k, v in self.constants),
         ]

@@ -26,8 +26,10 @@ from lean_laguna.core.engine_sizes import ORDERED_SLACK
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
+from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.prefill_attention import attend_before, attend_chunk
 from lean_laguna.kernels.triton.prefill_experts import expert_chunk_down, expert_chunk_up
+from lean_laguna.kernels.triton.prefill_images import lay_images
 from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, norm_rows, silu_and_mul
 from lean_laguna.kernels.triton.prefill_scratch import Block, PrefillScratch, shape_rows, split
@@ -47,6 +49,8 @@ PART_ROWS = 2048
 
 Tapped = Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], None]
 """What takes the residual stream after a tapped layer; see ``PrefillStep.tapped``."""
+AttendBlock = Callable[..., None]
+"""Attention of whole blocks over images of keys: ``kernels.cuda.prompt_attention.attend_block``."""
 
 
 def _has_library(weight: Weight) -> bool:
@@ -76,6 +80,8 @@ class PrefillStep:
         tiles: By kernel class; None takes those of the device.
         library_from: In full layers, cuDNN takes the keys before a block up to the last multiple of so many;
             None where there is none.
+        attend_block: Attends whole blocks whose keys can be laid in order, from queries that are not ready;
+            None leaves them to Triton and the library.
     """
 
     weights: TargetWeights
@@ -86,6 +92,7 @@ class PrefillStep:
     tapped: Tapped | None = None
     tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
+    attend_block: AttendBlock | None = None
     _tiles: PrefillTiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -137,15 +144,17 @@ class PrefillStep:
         return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
 
     def spans(self, rows: int) -> list[tuple[int, float, int]]:
-        """Return where the launches of a chunk of one block are the same ones.
+        """Return where the launches of a chunk are the same: one block's, or with ``attend_block`` several's.
 
         Args:
-            rows: The block's padded shape.
+            rows: The chunk's padded shape.
 
         Returns:
             First positions from, and up to, and the one to launch with in between.
         """
         most = self.scratch.keys[0].shape[0] - ORDERED_SLACK - rows
+        if not self._is_short(rows) and self.attend_block is not None:
+            return [(0, most, most)] if most >= 0 else []
         if not self._is_short(rows):
             last = max(0, min(most, (self.library_from or LIBRARY_FROM) - rows))
             return [(0, last, last)]
@@ -220,23 +229,63 @@ class PrefillStep:
         self._multiply(normed, attention.qkv, qkv[:, : attention.qkv.shape[0]])
         if attention.gate is not None:
             self._multiply(normed, attention.gate, qkv[:, attention.qkv.shape[0] :])
-        norms, cache = (attention.q_norm, attention.k_norm), self.caches.layers[i]
-        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
-        tile = self._tiles.attention(shape)
-        keys, past, past_keys, end = cache, None, 0, chunk_first + block.at + block.rows
-        is_ordered = self._orders(shape, block.rows, chunk_first + block.at)
+        at, cache = chunk_first + block.at, self.caches.layers[i]
+        is_ordered = self._orders(shape, block.rows, at)
+        is_whole = self.attend_block is not None and is_ordered and not self._is_short(block.rows)
+        norms = (attention.q_norm, attention.k_norm)
+        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps, keys_only=is_whole)
+        if is_whole:
+            self._attend_images(layer, qkv, heads, cache, table, block, at)
+        else:
+            self._attend_keys(shape, qkv, heads, cache, table, block, at, is_ordered=is_ordered)
+        self._multiply(heads, attention.out, delta)
+        add_norm(scratch.hidden[block.own], delta, layer.mlp.norm, normed, n, eps)
+
+    def _attend_images(
+        self,
+        layer: LayerWeights,
+        qkv: Tensor,
+        heads: Tensor,
+        cache: LayerCache | tuple[Tensor, Tensor],
+        table: Tensor,
+        block: Block,
+        at: int,
+    ) -> None:
+        """Attend from a whole block at position ``at``; a chunk's later ones add to the images there are."""
+        assert self.attend_block is not None
+        attention, images = layer.attention, self.scratch.keys
+        shape, first, n = attention.shape, block.first, block.length
+        is_after = block.at > 0 and not shape.window
+        num_keys = block.rows + shape.window if shape.window or is_after else at + block.rows
+        lay_images(cache, table, images, shape, first, n, num_keys, is_after=is_after)
+        own = (qkv, heads, attention.q_norm, layer.rotary, images, shape, first, n)
+        self.attend_block(*own, eps=self.weights.eps)
+
+    def _attend_keys(
+        self,
+        shape: AttentionShape,
+        qkv: Tensor,
+        heads: Tensor,
+        cache: LayerCache | tuple[Tensor, Tensor],
+        table: Tensor,
+        block: Block,
+        at: int,
+        *,
+        is_ordered: bool,
+    ) -> None:
+        """Attend from a block at position ``at`` to keys laid in order, or in their pages."""
+        scratch, tile, first, n = self.scratch, self._tiles.attention(shape), block.first, block.length
+        keys, past, past_keys, end = cache, None, 0, at + block.rows
         if is_ordered:
             keys, is_after = scratch.keys, block.at > 0 and not shape.window
             num_keys = min(end, block.rows + shape.window + tile.keys) if shape.window or is_after else end
             order_keys(cache, table, keys, shape, first, n, num_keys, tile, is_after=is_after)
-            past_keys = 0 if shape.window else self._library_keys(chunk_first + block.at, block.rows, tile)
+            past_keys = 0 if shape.window else self._library_keys(at, block.rows, tile)
             if past_keys:
                 past = attend_before(qkv, keys, shape, past_keys)
         own = (qkv, heads, keys, table, shape, first, n, tile)
         parts = self._parts(block.rows, shape)
         attend_chunk(*own, is_ordered=is_ordered, past=past, past_keys=past_keys, parts=parts)
-        self._multiply(heads, attention.out, delta)
-        add_norm(scratch.hidden[block.own], delta, layer.mlp.norm, normed, n, eps)
 
     def _parts(self, rows: int, shape: AttentionShape) -> Tensor | None:
         """Return room for what parts of the keys come to, where a block alone has too few programs."""
