@@ -1,4 +1,4 @@
-"""What host and device say to each other about up to 64 rows: one small block of memory on either side.
+"""What host and device say to each other about a step's rows: one small block of memory on either side.
 
 A step reads and changes the device's block; the host writes one whole to lay requests out. At its end a step
 leaves a copy of the block in the host's memory by itself. So nothing is sent field by field, and requests

@@ -7,7 +7,7 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
-from lean_laguna.core.engine_sizes import gpu_chunks
+from lean_laguna.core.engine_sizes import MAX_ROWS, gpu_chunks
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_cache import PagedPools
@@ -209,7 +209,7 @@ def test_the_workspace_grows_with_rows_and_context():
     small, large = memory.workspace(2048, 1), memory.workspace(262144, 8)
     assert all(large[part] >= small[part] for part in small)
     assert small["logits"] == 16 * 100352 * 8
-    assert large["logits"] == 64 * 100352 * 8
+    assert large["logits"] == MAX_ROWS * 100352 * 8
 
 
 @pytest.mark.parametrize("chunk", [64, 8192, None])
