@@ -126,7 +126,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     __syncthreads();
     stamp(PREPARED);
     int buffer = 0;
-    Sums even = {}, odd = {};
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     for (int first = blockIdx.x; first < count; first += step * UNITS) {
         const u16 *next = shared_weight;
 #pragma unroll
@@ -143,7 +143,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
                 buffer ^= 1;
             }
             if (at == LOADS - 1)
-                for (int i = 0; i < 4; i++) even[0][i] = odd[0][i] = 0.0f;
+                for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
         }
     }
 #endif

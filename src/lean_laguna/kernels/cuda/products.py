@@ -28,6 +28,8 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
+WIDE_COLUMNS = 12288
+"""The same of steps of more than 16 rows, which take longer to normalise."""
 TILE, TILE_COLUMNS = 32, 2048
 """Rows that a program takes at most, and columns that it holds in registers of so many; of longer rows, and
 where lanes load for themselves, half as many. Programs side by side take the rows beyond."""
@@ -60,8 +62,14 @@ def _tile(weight: Tensor, cols: int) -> int:
 
 
 def _unit_bytes(k: int, cols: int) -> int:
-    """Return the bytes that products of units take beside their ring: tokens, 16 at a time, and sums."""
-    return min(cols, WIDE) * (k + 8) * 2 + 2 * WARPS * cols * 8 * 4
+    """Return the bytes that products of units take beside their ring: tokens and sums.
+
+    Many tokens never lie there: instead the norm's weight, and squares in the place of sums, of 16 at a time.
+    """
+    sums = 2 * WARPS * cols * 8 * 4
+    if cols > WIDE:
+        return 4 * cols + 2 * k + max(sums, 64 * (k // 8 + 4))
+    return cols * (k + 8) * 2 + sums
 
 
 def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, int], int]:
@@ -79,7 +87,8 @@ def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, i
     constants = {"K": k, "WARPS": WARPS, "COLS": cols}
     if has_bulk_copies(weight.device):
         unit = 8 * k * 2 + 16
-        ring = max(1, min(BULK_COLUMNS // k, most, room // unit))
+        columns = WIDE_COLUMNS if cols > WIDE else BULK_COLUMNS
+        ring = max(1, min(columns // k, most, room // unit))
         return constants | {"BULK": 1, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}, rest + ring * unit
     ring = _ring(k // THREADS, max(1, min(MAX_RING, room // (THREADS * 16))))
     programs = _registers_for(cols, _num_lane_programs(cols))

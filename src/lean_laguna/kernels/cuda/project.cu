@@ -30,7 +30,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 
     stamp(STARTED);
 #if BULK
-    u64 *arrivals = (u64 *)(sums + 2 * SUMS);
+    u64 *arrivals = (u64 *)(sums + (FRAGMENTS > 1 && 16 * SQUARES_STRIDE > 2 * SUMS ? 16 * SQUARES_STRIDE : 2 * SUMS));
     // Few large copies, each of which takes a while to ask for.
     auto ask = [&](int slot, int unit) {
         u16 *to = ring + slot * UNIT;
@@ -56,7 +56,11 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     uint4 own_scale[OWN_PIECES(K, WARPS)];
 #pragma unroll
     for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-        if (warp < WARPS && i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
+        if (warp < WARPS && i * 32 + lane < PART / 8) {
+            const int k = warp * PART + (i * 32 + lane) * 8;
+            own_scale[i] = *(const uint4 *)(norm + k);
+            if (FRAGMENTS > 1) *(uint4 *)((u16 *)(norms + COLS) + k) = own_scale[i];
+        }
     // How many rows there are changes only at the end of a step.
     const int live = min(load_fresh32(num_rows) - first_row, COLS);
     let_next_start();
@@ -73,13 +77,11 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
             u16 *own_normed = normed ? normed + (size_t)first_row * K : normed;
-#pragma unroll
-            for (int f = 0; f < FRAGMENTS; f++) {
-                const int rows = FRAGMENTS > 1 ? min(live - 16 * f, 16) : live;
-                normalise_rows(x + (size_t)(16 * f) * x_stride, own_scale, tokens, norms, sums,
-                               own_normed ? own_normed + 16 * f * K : normed, rows, 16 * f, eps, x_stride);
-                if (FRAGMENTS > 1) operands.expect(rows), operands.hold(f);
-            }
+#if COLS > 16
+            normalise_many(operands, x, (const u16 *)(norms + COLS), sums, norms, own_normed, live, eps, x_stride);
+#else
+            normalise_rows(x, own_scale, tokens, norms, own_normed, live, eps, x_stride);
+#endif
         }
     };
     auto add_up = [&](int unit, const float *own_sums) {
@@ -103,7 +105,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     take_units(step, count, slots, ring, sums, arrivals, operands, ask, add_up);
 #else
     int buffer = 0;
-    Sums even = {}, odd = {};
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
     // LOADS <= RING: a turn of the ring is UNITS units; otherwise a unit is several turns.
     const int turns = LOADS <= RING ? 1 : LOADS / RING;
     for (int first = PROGRAM; first < count; first += step * UNITS) {
@@ -123,7 +125,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                     __syncthreads();
                     add_up(done, sums + buffer * SUMS);
                     buffer ^= 1;
-                    for (int i = 0; i < 4; i++) even[0][i] = odd[0][i] = 0.0f;
+                    for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.0f;
                 }
             }
         }

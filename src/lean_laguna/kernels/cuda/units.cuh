@@ -20,22 +20,19 @@
 // A program's number among those of its group, and how many they are.
 #define PROGRAM (blockIdx.x / GROUPS)
 #define NUM_PROGRAMS (gridDim.x / GROUPS)
-// Sixteen tokens are the rows of one instruction; so many lie in shared memory at most.
+// Sixteen tokens are the rows of one instruction; of more none lie in shared memory.
 #define FRAGMENTS ((COLS + 15) / 16)
-#define STAGED (COLS > 16 ? 16 : COLS)
-// Rows that are normalised at a time.
-#define AT_ONCE (COLS > 16 ? 16 : 8)
+#define STAGED (FRAGMENTS > 1 ? 0 : COLS)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
-// Floats set aside for the norm: a lone row's squares, or the rows' inverses.
-#define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
+// Floats set aside for the norm: a lone row's squares, or the rows' inverses; of many rows its weight, too.
+#define NORM_FLOATS (COLS == 1 ? K / 8 : FRAGMENTS > 1 ? COLS + K / 2 : 16)
+// Squares of sixteen of many rows, which make room for sums: a row is longer by some, so that lanes meet no other's bank.
+#define SQUARES_STRIDE (K / 8 + 4)
 // Wider steps keep their tokens in registers; a lone row's four lanes read theirs for next to nothing.
 #ifndef HELD
 #define HELD (BULK && COLS > 1)
 #endif
-
-// A unit's sums of one warp.
-typedef float Sums[FRAGMENTS][4];
 
 // Tokens g and g + 8 of each sixteen in a warp's part of K, zeros where there are none.
 struct Tokens {
@@ -46,11 +43,6 @@ struct Tokens {
     METHOD Tokens(const u16 *tokens, int live) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         at = tokens + g * STRIDE + (threadIdx.x >> 5) * PART + 8 * t;
-        expect(live);
-    }
-    // How many there are of those in shared memory.
-    METHOD void expect(int live) {
-        const int g = (threadIdx.x & 31) >> 2;
         has_low = g < live, has_high = COLS > 8 && g + 8 < live;
     }
     METHOD uint4 read_low(int j) const { return has_low ? *(const uint4 *)(at + j * 32) : make_uint4(0, 0, 0, 0); }
@@ -58,24 +50,22 @@ struct Tokens {
         return has_high ? *(const uint4 *)(at + 8 * STRIDE + j * 32) : make_uint4(0, 0, 0, 0);
     }
     // When they are in shared memory.
-    METHOD void hold(int f = 0) {
+    METHOD void hold() {
 #pragma unroll
         for (int j = 0; j < (HELD ? LOADS : 0); j++) {
-            low[f][j] = read_low(j);
-            if (COLS > 8) high[f][j] = read_high(j);
+            low[0][j] = read_low(j);
+            if (COLS > 8) high[0][j] = read_high(j);
         }
     }
-    // Block j of 32 columns times a lane's piece of a weight row.
-    METHOD void multiply_piece(Sums &even, Sums &odd, int j, uint4 w) const {
-#pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++)
-            if (HELD)
-                multiply_block(even[f], odd[f], low[f][j], COLS > 8 ? high[f][j] : make_uint4(0, 0, 0, 0), w);
-            else
-                multiply_block(even[f], odd[f], read_low(j), read_high(j), w);
+    // Block j of 32 columns of tokens, sixteen from 16 * f on, times a lane's piece of a weight row.
+    METHOD void multiply_piece(float (&even)[4], float (&odd)[4], int j, uint4 w, int f = 0) const {
+        if (HELD)
+            multiply_block(even, odd, low[f][j], COLS > 8 ? high[f][j] : make_uint4(0, 0, 0, 0), w);
+        else
+            multiply_block(even, odd, read_low(j), read_high(j), w);
     }
     // A unit whose rows lie one after another in shared memory.
-    METHOD void multiply_unit(Sums &even, Sums &odd, const u16 *unit) const {
+    METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit, int f = 0) const {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const u16 *w = unit + g * K + (threadIdx.x >> 5) * PART + 8 * t;
 #pragma unroll
@@ -85,30 +75,28 @@ struct Tokens {
                 load_pair(w + j * 32, g & 1, w0, w1);
             else
                 w0 = *(const uint4 *)(w + j * 32);
-            multiply_piece(even, odd, j, w0);
-            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1);
+            multiply_piece(even, odd, j, w0, f);
+            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1, f);
         }
     }
 };
 
-// RMSNorm of rows, some at a time: a thread keeps its pieces of each, a warp adds up a row's squares. `spare` has room
-// for AT_ONCE * K / 8 floats; only where rows of more than sixteen take turns it is not `tokens`. Row r is row
-// `number + r` of all.
+// RMSNorm of all rows, eight at a time: a thread keeps its pieces of each, a warp adds up a row's squares.
 DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)], u16 *tokens, float *inverses,
-                           float *spare, u16 *normed, int live, int number, float eps, int x_stride) {
+                           u16 *normed, int live, float eps, int x_stride) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, own = warp * (PART / 8), count = PART / 8;
-    for (int first = 0; first < live; first += AT_ONCE) {
-        const int rows = min(live - first, AT_ONCE);
-        uint4 pieces[AT_ONCE][OWN_PIECES(K, WARPS)];
-        float *squares = FRAGMENTS > 1 ? spare : (float *)(tokens + first * STRIDE);  // before the rows themselves
+    for (int first = 0; first < live; first += 8) {
+        const int rows = min(live - first, 8);
+        uint4 pieces[8][OWN_PIECES(K, WARPS)];
+        float *squares = (float *)(tokens + first * STRIDE);  // before the rows themselves
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; r++)
+        for (int r = 0; r < 8; r++)
 #pragma unroll
             for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
                 if (r < rows && i * 32 + lane < count)
                     pieces[r][i] = load_fresh(x + (size_t)(first + r) * x_stride + (own + i * 32 + lane) * 8);
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; r++)
+        for (int r = 0; r < 8; r++)
 #pragma unroll
             for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
                 if (r < rows && i * 32 + lane < count) squares[r * (K / 8) + own + i * 32 + lane] = squares_of(pieces[r][i]);
@@ -122,7 +110,7 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
         }
         __syncthreads();
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; r++) {
+        for (int r = 0; r < 8; r++) {
             if (r >= rows) continue;
             const int row = first + r;
             const float inverse = inverses[row];
@@ -132,31 +120,87 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
                 const int k = (own + i * 32 + lane) * 8;
                 const uint4 y = scaled(pieces[r][i], inverse, by[i]);
                 *(uint4 *)(tokens + row * STRIDE + k) = y;
-                if (normed && (number + row) % NUM_PROGRAMS == PROGRAM) *(uint4 *)(normed + (size_t)row * K + k) = y;
+                if (normed && row % NUM_PROGRAMS == PROGRAM) *(uint4 *)(normed + (size_t)row * K + k) = y;
             }
         }
     }
     __syncwarp();
 }
 
+// The same of many rows: a lane loads the pieces that it multiplies, and no others. `by` lies in shared memory, where
+// `squares` has room for those of sixteen rows, and `inverses` for all.
+DEVICE void normalise_many(Tokens &operands, const u16 *x, const u16 *by, float *squares, float *inverses, u16 *normed,
+                           int live, float eps, int x_stride) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const size_t own = warp * PART + 8 * t;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const int row = 16 * f + g;
+            const u16 *from = x + (size_t)row * x_stride + own + j * 32;
+            operands.low[f][j] = row < live ? load_fresh(from) : zero;
+            operands.high[f][j] = row + 8 < live ? load_fresh(from + (size_t)8 * x_stride) : zero;
+        }
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        if (16 * f >= live) continue;
+        float *mine = squares + g * SQUARES_STRIDE + warp * (PART / 8) + t;
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            mine[j * 4] = squares_of(operands.low[f][j]);
+            mine[8 * SQUARES_STRIDE + j * 4] = squares_of(operands.high[f][j]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int row = warp; row < 16; row += WARPS) {
+            float total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < K / 256; i++) total += squares[row * SQUARES_STRIDE + i * 32 + lane];
+            total = sum_over_warp(total);
+            if (lane == 0) inverses[16 * f + row] = rsqrtf(total / K + eps);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        if (16 * f >= live) continue;
+        const int row = 16 * f + g;
+        const float inverse = inverses[row], inverse8 = inverses[row + 8];
+        const bool writes = normed && row < live && row % NUM_PROGRAMS == PROGRAM;
+        const bool writes8 = normed && row + 8 < live && (row + 8) % NUM_PROGRAMS == PROGRAM;
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const uint4 own_by = *(const uint4 *)(by + own + j * 32);
+            operands.low[f][j] = scaled(operands.low[f][j], inverse, own_by);
+            operands.high[f][j] = scaled(operands.high[f][j], inverse8, own_by);
+        }
+        if (writes)
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) *(uint4 *)(normed + (size_t)row * K + own + j * 32) = operands.low[f][j];
+        if (writes8)
+#pragma unroll
+            for (int j = 0; j < LOADS; j++)
+                *(uint4 *)(normed + (size_t)(row + 8) * K + own + j * 32) = operands.high[f][j];
+    }
+}
+
 // The norm's barriers, for the warp that has no part of it.
 DEVICE void meet_norm(int live) {
+    const int at_once = FRAGMENTS > 1 ? 16 : 8;
     if (COLS == 1)
         __syncthreads();
     else
-        for (int first = 0; first < live; first += AT_ONCE) __syncthreads(), __syncthreads();
+        for (int first = 0; first < live; first += at_once) __syncthreads(), __syncthreads();
 }
 
 // Leave a warp's part of a unit's sums; a barrier must follow.
-DEVICE void leave_sums(float *sums, const Sums &even, const Sums &odd) {
+DEVICE void leave_sums(float *sums, const float (&even)[4], const float (&odd)[4]) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-        float *mine = sums + (threadIdx.x >> 5) * COLS * 8 + f * 128;
-        if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[f][0] + odd[f][0], even[f][1] + odd[f][1]);
-        if (COLS > 8)
-            *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[f][2] + odd[f][2], even[f][3] + odd[f][3]);
-    }
+    float *mine = sums + (threadIdx.x >> 5) * COLS * 8;
+    if (g < COLS) *(float2 *)(mine + g * 8 + 2 * t) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    if (COLS > 8) *(float2 *)(mine + (g + 8) * 8 + 2 * t) = make_float2(even[2] + odd[2], even[3] + odd[3]);
 }
 // The warps' parts of one product.
 DEVICE float sum_of(const float *from) {
@@ -192,12 +236,18 @@ DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *s
         return;
     }
     for (int unit = PROGRAM; unit < count; unit += step) {
-        Sums even = {}, odd = {};
         wait_for_bytes(arrivals + slot, parity);
-        operands.multiply_unit(even, odd, ring + slot * UNIT);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) end_turn(turns + slot);
-        leave_sums(sums + buffer * SUMS, even, odd);
+        // One sixteen after the other: with the sums of two there are too few registers.
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+            operands.multiply_unit(even, odd, ring + slot * UNIT, f);
+            if (f + 1 == FRAGMENTS) {
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) end_turn(turns + slot);
+            }
+            leave_sums(sums + buffer * SUMS + f * 128, even, odd);
+        }
         // Another unit's sums may be written once this barrier is passed.
         sync_first(WARPS * 32);
         add_up(unit, sums + buffer * SUMS);
