@@ -32,7 +32,7 @@ from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
 from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton import step as step_module
 from lean_laguna.kernels.triton.draft_step import DraftStep
-from lean_laguna.kernels.triton.launch import Launch, Tile
+from lean_laguna.kernels.triton.launch import WIDE, Launch, Tile
 from lean_laguna.kernels.triton.step import TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
 
@@ -75,7 +75,8 @@ class LayersBench(Bench):
         for rows, cols in ((1, 1), (1, 8), (7, 8), (13, 16))[: 1 if self.tiny else 4]:
             launch = self.launch(cols, True)
             for i in (0, 1, 4)[: 2 if self.tiny else 3]:  # dense, with sliding attention, with full attention
-                start = torch.randn_like(self.scratch.hidden)
+                start = torch.zeros_like(self.scratch.hidden)
+                start[:WIDE].normal_()
                 results = []
                 for run in (step_module.run_layer, self.cuda):
                     self.place([rows], [self.context - 40])

@@ -33,7 +33,7 @@ from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.expert_down import expert_down
 from lean_laguna.kernels.triton.experts import expert_gate_up
 from lean_laguna.kernels.triton.head import sample
-from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch, Tile
+from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, Tile
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.step import Inputs, Scratch, TargetStep, rows_of
 from lean_laguna.kernels.triton.tiles import Tiles
@@ -94,10 +94,10 @@ class Bench:
             torch.zeros(parts, MAX_ROWS, dtype=torch.int32, device=self.device),
         )
         self.scratch = dataclasses.replace(self.scratch, best=best)
-        self.scratch.hidden.normal_()
-        self.scratch.normed.normal_()
-        for flat in (self.scratch.qkv, self.scratch.heads, self.scratch.act, self.scratch.scores):
-            flat.normal_()
+        scratch = self.scratch
+        for rows in (scratch.hidden, scratch.normed, scratch.qkv, scratch.heads, scratch.act, scratch.scores):
+            # As much is drawn as so many rows need, whatever the capacity: so later draws do not follow it.
+            rows.zero_().view(-1)[: rows.numel() * WIDE // MAX_ROWS].normal_()
         self.sampled = torch.zeros(MAX_ROWS, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(MAX_ROWS, s.vocab, device=self.device)
         self.taps = torch.zeros(MAX_ROWS, len(s.taps), s.hidden, dtype=self.dtype, device=self.device)

@@ -96,10 +96,9 @@ def _accept_kernel(
 ):
     wait_for_inputs(PDL, False)
     i = tl.arange(0, TILE)
-    ids = tl.load(input_ids_ptr + i)
     sampled = tl.load(sampled_ptr + i)
     # Row j's token is draft j + 1's judge.
-    judged = tl.sum(tl.where((i[None, :] == i[:, None] + 1), ids[None, :], 0), 1)
+    judged = tl.load(input_ids_ptr + i + 1, mask=i + 1 < TILE, other=0)
     stop_at = tl.arange(0, STOP_BLOCK)
     position = tl.load(positions_ptr + i)
     new_ids = tl.full((TILE,), 0, tl.int32) + mask_token

@@ -103,6 +103,8 @@ def _schedule_kernel(
     first = tl.sum(((request[None, :] < i[:, None]) & keep[None, :]).to(tl.int32), 1)
     is_request = i < tl.load(num_requests_ptr)
     cut = tl.sum((mine & (live & (keep == 0))[None, :]).to(tl.int32), 1)
+    # Rows move in place: nobody may write before all warps have read.
+    tl.debug_barrier()
     tl.store(cut_ptr + i, tl.load(cut_ptr + i) + cut, mask=is_request)
     tl.store(row_start_ptr + i, tl.minimum(first, TILE - 1), mask=is_request)
     tl.store(row_count_ptr + i, count, mask=is_request)
@@ -147,6 +149,7 @@ def schedule(
         thresholds: [n, MAX_ROWS] int64 of synthetic acceptance, or None: then chances are its rates.
         request_seeds: [MAX_ROWS] int64, with ``thresholds``.
     """
+    tile = launch.tile_rows
     _schedule_kernel[(1,)](
         guesses,
         weights.scales,
@@ -165,11 +168,12 @@ def schedule(
         rows.row_request,
         rows.num_rows,
         rows.num_requests,
-        TILE=launch.tile_rows,
+        TILE=tile,
         LAST=len(prices) - 1,
         RATES=(weights.scales if thresholds is None else thresholds).shape[1],
         NUM_SETS=0 if thresholds is None else len(thresholds),
         STREAM=SYNTHETIC_STREAM,
         PDL=launch.pdl,
-        **launch.options(1),
+        # Tables of rows by rows in registers: 32 of them a lane.
+        **launch.options(max(1, tile * tile // 1024)),
     )
