@@ -153,6 +153,7 @@ using emulator::wait_for_cluster;
 static inline void __syncwarp() { emulator::meet_warp(); }
 static inline void __threadfence() {}
 static inline u32 atomicOr(u32 *p, u32 v) { u32 old = *p; *p |= v; return old; }
+static inline int atomicAdd(int *p, int v) { int old = *p; *p += v; return old; }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
 static inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }
 static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }

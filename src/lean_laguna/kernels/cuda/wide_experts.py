@@ -20,8 +20,8 @@ from lean_laguna.kernels.triton.weights import SparseWeights
 
 WARPS = 8
 THREADS = 32 * (WARPS + 1)
-ROUTE_WARPS = 16
-UP_RING, DOWN_RING = 6, 11
+ROUTE_WARPS = 4
+UP_RING, DOWN_RING = 4, 11
 """Places for 8 rows of gate and up, and for 16 of down, that the copy engine has on their way."""
 RUN = 4
 """Units of an expert that a program takes one after another, its rows in registers."""
@@ -32,8 +32,8 @@ GROUP, COLUMNS = 16, 16
 
 def _table_bytes(experts: int, top_k: int) -> int:
     """Return the size of ``struct Table``."""
-    ids = 4 + experts + 2 * (experts + 8)
-    return -(-ids // 16) * 16 + MAX_ROWS * top_k * (2 + 4)
+    ids = 4 + experts + 2 * (experts + 8) + 2 * MAX_ROWS * top_k
+    return -(-(-(-ids // 4) * 4 + 4 * MAX_ROWS * top_k) // 16) * 16
 
 
 def _fixed_bytes(experts: int, top_k: int) -> tuple[int, int]:
@@ -44,8 +44,9 @@ def _fixed_bytes(experts: int, top_k: int) -> tuple[int, int]:
 
 def _places(device: torch.device, fixed: int, place: int, most: int) -> tuple[int, int]:
     """Return how many places of so many bytes a ring has, and the shared memory they take with the rest."""
-    count = min(most, (shared_memory(device) - fixed) // (place + 16))
-    return count, fixed + count * (place + 16)
+    place += 20  # with what says that it is full, that it is free, and what comes after
+    count = min(most, (shared_memory(device) - fixed) // place)
+    return count, fixed + count * place
 
 
 def fits(mlp: SparseWeights) -> bool:
@@ -84,23 +85,22 @@ def run(
         scores: [MAX_ROWS, E] router logits.
         normed: [MAX_ROWS, D] normalised rows.
         shared_act: [MAX_ROWS, FS], written.
-        routing: Its ``expert_ids`` are written; ``act`` serves as [MAX_ROWS * A, F] here, and
-            ``slot_weights`` as the memory of the routing's table.
+        routing: Its ``expert_ids`` are written; ``act`` serves as [MAX_ROWS * A, F] here,
+            ``slot_weights`` as [MAX_ROWS, A] and ``num_slots`` as a count of what has been dealt.
         num_rows: [1] int32, live rows.
         launch: What the launches of a step share.
         tap: [MAX_ROWS, D], any row stride: a second copy of the result, or None.
     """
-    experts, top_k, f = len(mlp.bias), mlp.top_k, mlp.down.shape[2]
-    table = routing.slot_weights
-    assert table.nbytes >= _table_bytes(experts, top_k)
-    assert routing.act.numel() >= MAX_ROWS * top_k * f
-    _route(mlp, scores, table, routing.expert_ids, num_rows, launch)
-    _run_up(mlp, normed, table, routing.act, shared_act, num_rows, launch)
-    _run_down(mlp, (routing.act, shared_act), table, hidden, tap, num_rows, launch)
+    pairs = MAX_ROWS * mlp.top_k
+    assert routing.slot_weights.numel() >= pairs
+    assert routing.act.numel() >= pairs * mlp.down.shape[2]
+    _route(mlp, scores, routing, num_rows, launch)
+    _run_up(mlp, normed, routing, shared_act, num_rows, launch)
+    _run_down(mlp, routing, shared_act, hidden, tap, num_rows, launch)
 
 
 def _sizes(mlp: SparseWeights) -> dict[str, int]:
-    """Return what all three kernels are compiled with."""
+    """Return what both kernels of the experts are compiled with."""
     return {"E": len(mlp.bias), "A": mlp.top_k, "ROWS": MAX_ROWS}
 
 
@@ -111,22 +111,19 @@ def _plain(*weights: Weight) -> tuple[Tensor, ...]:
     return plain
 
 
-def _route(
-    mlp: SparseWeights, scores: Tensor, table: Tensor, ids: Tensor, num_rows: Tensor, launch: Launch
-) -> None:
-    experts, pairs = len(mlp.bias), MAX_ROWS * mlp.top_k
+def _route(mlp: SparseWeights, scores: Tensor, routing: Routing, num_rows: Tensor, launch: Launch) -> None:
     flags = {"SOFTCAP": mlp.softcap > 0, "NORM_TOPK": mlp.norm_topk}
-    source = Source.of("wide_route", WARPS=ROUTE_WARPS, **flags, **_sizes(mlp))
-    shared = experts * (4 * -(-MAX_ROWS // 32) + 2) + experts // 32 * 4 + pairs * 5
-    arguments = (scores, mlp.bias, table, ids, num_rows, float(mlp.softcap))
-    launch_kernel(source, 1, 32 * ROUTE_WARPS, shared, arguments, launch)
+    source = Source.of("wide_route", E=len(mlp.bias), A=mlp.top_k, WARPS=ROUTE_WARPS, **flags)
+    outs = (routing.slot_weights, routing.expert_ids, routing.num_slots)
+    arguments = (scores, mlp.bias, *outs, num_rows, float(mlp.softcap))
+    shared = ROUTE_WARPS * mlp.top_k * 5
+    launch_kernel(source, -(-launch.cols // ROUTE_WARPS), 32 * ROUTE_WARPS, shared, arguments, launch)
 
 
 def _run_up(
     mlp: SparseWeights,
     normed: Tensor,
-    table: Tensor,
-    act: Tensor,
+    routing: Routing,
     shared_act: Tensor,
     num_rows: Tensor,
     launch: Launch,
@@ -134,16 +131,17 @@ def _run_up(
     (experts, d, f), device = mlp.down.shape, normed.device
     shared_up = mlp.router_gate_up[experts:] if mlp.shared_gate_up is None else mlp.shared_gate_up
     ring, shared = _places(device, _fixed_bytes(experts, mlp.top_k)[0], 16 * d, UP_RING)
-    own = {"K": d, "F": f, "WARPS": WARPS, "RING": ring, "RUN": math.gcd(RUN, f // 4)}
-    arguments = (normed, table, *_plain(mlp.gate_up, shared_up), act, shared_act, num_rows)
+    own = {"K": d, "F": f, "WARPS": WARPS, "RING": ring, "RUN": math.gcd(min(RUN, ring), f // 4)}
+    chosen = (routing.expert_ids, routing.slot_weights, routing.num_slots)
+    arguments = (normed, *chosen, *_plain(mlp.gate_up, shared_up), routing.act, shared_act, num_rows)
     source = Source.of("wide_up", **own, **_sizes(mlp))
     launch_kernel(source, multiprocessors(device), THREADS, shared, arguments, launch)
 
 
 def _run_down(
     mlp: SparseWeights,
-    acts: tuple[Tensor, Tensor],
-    table: Tensor,
+    routing: Routing,
+    shared_act: Tensor,
     hidden: Tensor,
     tap: Tensor | None,
     num_rows: Tensor,
@@ -154,7 +152,8 @@ def _run_down(
     ring, shared = _places(hidden.device, fixed, 2 * COLUMNS * f, DOWN_RING)
     own = {"K": f, "N": d, "WARPS": WARPS, "RING": ring, "AHEAD": AHEAD}
     numbers = (float(mlp.scaling), 0 if tap is None else tap.stride(0))
-    arguments = (*acts, table, *_plain(mlp.down, mlp.shared_down), hidden, tap, num_rows, *numbers)
+    inputs = (routing.act, shared_act, routing.expert_ids, routing.slot_weights)
+    arguments = (*inputs, *_plain(mlp.down, mlp.shared_down), hidden, tap, num_rows, *numbers)
     launch_kernel(
         Source.of("wide_down", **own, **_sizes(mlp)), d // COLUMNS, THREADS, shared, arguments, launch
     )

@@ -2,8 +2,8 @@
 //
 // -D: as in wide.cuh; F width of all experts; RUN units, which F / 4 is a multiple of.
 // A unit is 4 gate rows and 4 up rows of one expert. A program asks for its units of the shared expert while the routing
-// is still made. All others are dealt in turn, in runs of one expert, for which its rows stay in registers: an expert of
-// many rows is shared by many programs.
+// is still made. All others come in runs of one expert, for which its rows stay in registers; who is done takes the next
+// one, for multiprocessors are not equally fast.
 #include "wide.cuh"
 
 #define UNIT (8 * K)
@@ -25,12 +25,13 @@ DEVICE float sum_of(const float *from) {
 }
 
 KERNEL(THREADS, 1)
-wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_weight, u16 *act, u16 *shared_act,
-        const int *num_rows) {
+wide_up(const u16 *x, const int *expert_ids, const int *expert_weights, int *num_dealt, const u16 *weight,
+        const u16 *shared_weight, u16 *act, u16 *shared_act, const int *num_rows) {
     EXTERN_SHARED(u16, ring);
     float *sums = (float *)(ring + RING * UNIT);
     Table &table = *(Table *)(sums + 2 * SUMS);
     u64 *arrivals = (u64 *)(&table + 1);
+    int *next_runs = (int *)(arrivals + 2 * RING);  // of a run that starts at a place, the program's next one
     const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, programs = gridDim.x, program = blockIdx.x;
     const bool is_asker = warp == WARPS;
     const int live = min(load_fresh32(num_rows), ROWS);
@@ -50,27 +51,40 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
         turn.next();
     };
     Gathered operands;
+    static_assert(sizeof(TableScratch) <= 2 * SUMS * sizeof(float), "the sums' place is free till then");
     auto hold = [&](const Rows &rows, int first) {
         operands.hold(first, rows.count, [&](int i) { return x + (size_t)rows.row(i) * K; });
     };
     float *own_sums = sums;
-    // One unit, whose rows are in `operands` unless they are more than 16, into columns of `to` from `column` on.
-    auto take = [&](const Rows &rows, u16 *to, int column) {
-        turn.wait_for_weights(arrivals);
-        for (int first = 0; first == 0 || first < rows.count; first += GROUP) {
-            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            if (rows.count > GROUP) hold(rows, first);
-            operands.multiply(even, odd, ring + turn.at * UNIT);
-            if (first + GROUP >= rows.count) turn.leave(arrivals);
-            leave_sums(own_sums, even, odd);
-            // Another unit's sums may be written once this barrier is passed.
-            sync_first(WARPS * 32);
-            const int i = thread / 4, n = thread % 4;
-            if (i < GROUP && first + i < rows.count) {
-                const float *from = own_sums + i * 8 + n;
-                to[(size_t)rows.pair(first + i) * F + column + n] = gated(sum_of(from), sum_of(from + 4));
+    // Up to RUN units, `apart` columns from each other, of rows whose first 16 are in `operands`; into columns of `to`.
+    auto take = [&](const Rows &rows, u16 *to, int column, int apart, int count) {
+        for (int first = 0;; first += GROUP) {
+            const bool is_last = first + GROUP >= rows.count;
+            Turn at = turn;
+#pragma unroll 1
+            for (int unit = 0; unit < count; unit++) {
+                float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+                at.wait_for_weights(arrivals);
+                operands.multiply(even, odd, ring + at.at * UNIT);
+                if (is_last)
+                    at.leave(arrivals);
+                else
+                    at.next();
+                leave_sums(own_sums, even, odd);
+                // Another unit's sums may be written once this barrier is passed.
+                sync_first(WARPS * 32);
+                const int i = thread / 4, n = thread % 4;
+                if (i < GROUP && first + i < rows.count) {
+                    const float *from = own_sums + i * 8 + n;
+                    to[(size_t)rows.pair(first + i) * F + column + unit * apart + n] = gated(sum_of(from), sum_of(from + 4));
+                }
+                own_sums = own_sums == sums ? sums + SUMS : sums;
             }
-            own_sums = own_sums == sums ? sums + SUMS : sums;
+            if (is_last) {
+                turn = at;
+                break;
+            }
+            hold(rows, first + GROUP);
         }
     };
     // Of the shared expert.
@@ -85,35 +99,46 @@ wide_up(const u16 *x, const void *routing, const u16 *weight, const u16 *shared_
     stamp(WAITED);
     // Not before: the next kernel reads the routing before it waits.
     let_next_start();
-    if (!is_asker) load_table(table, routing);
+    if (!is_asker) make_table(table, *(TableScratch *)sums, expert_ids, expert_weights, live);
     __syncthreads();
     stamp(ROUTED);
     const int per = F / 4 / RUN, runs = table.num_slots * per;
     if (is_asker) {
         ask_shared(RING, own);
 #pragma unroll 1
-        for (int run = program; run < runs; run += programs)
+        for (int run = program, next = program + programs; run < runs;) {
+            int after = 0;
+            if (asks()) after = 2 * programs + atomicAdd(num_dealt, 1);
+            turn.wait_till_free(arrivals);
+            if (asks()) next_runs[turn.at] = next;
 #pragma unroll 1
             for (int i = 0; i < RUN; i++)
                 ask(weight + ((size_t)table.experts[run / per] * 2 * F + (run % per * RUN + i) * 4) * K);
+            run = next, next = from_lane(after, 31);
+        }
         return;
     }
-    // All rows with the units of the shared expert first, then run by run.
-    Rows rows = {nullptr, live};
-    u16 *to = shared_act;
-    int column = program * 4, apart = programs * 4, count = own;
-    hold(rows, 0);
-    for (int run = program;; run += programs) {
-        // Rows 0 to 7 of the next run's expert: few have more.
-        uint4 ahead[LOADS];
+    const Rows all = {nullptr, live};
+    for (int i = 0; i < own; i += RUN) {
+        hold(all, 0);
+        take(all, shared_act, (program + i * programs) * 4, programs * 4, min(RUN, own - i));
+    }
+    stamp(PREPARED);
+    // Rows 0 to 7 of the next run's expert: few have more.
+    uint4 ahead[LOADS];
+    auto hold_ahead = [&](int run) {
         const Rows next = run < runs ? table.rows(run / per) : Rows{nullptr, 0};
         Gathered::hold(ahead, g < next.count ? x + (size_t)next.row(g) * K : nullptr);
-        for (; count > 0; count--, column += apart) take(rows, to, column);
-        if (run >= runs) break;
-        rows = next;
+    };
+    hold_ahead(program);
+    for (int run = program, next; run < runs; run = next) {
+        turn.wait_for_weights(arrivals);
+        next = next_runs[turn.at];
+        const Rows rows = table.rows(run / per);
         operands.take(ahead);
         if (rows.count > GROUP / 2) hold(rows, 0);
-        to = act, column = run % per * RUN * 4, apart = 4, count = RUN;
+        hold_ahead(next);
+        take(rows, act, run % per * RUN * 4, 4, RUN);
     }
     stamp(ENDED);
 }
