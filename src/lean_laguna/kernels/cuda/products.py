@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda import packed_products, wide_experts
+from lean_laguna.kernels.cuda.attention import has_clusters
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import fits
@@ -37,6 +38,8 @@ ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
+WIDE_ADD, ADD_CLUSTER = 64, 4
+"""Rows of a cluster in wide steps, and its programs."""
 DOWN_RING = 16
 """The same of down, where it fits: a lone row leaves room for half of its weights."""
 LONE_PROGRAMS = 3
@@ -201,6 +204,9 @@ def project_add(
     if isinstance(weight, Packed):
         packed_products.project_add(x, weight, hidden, num_rows, launch, tap)
         return
+    if launch.cols > WIDE and _fits_wide_add(weight):
+        _wide_add(x, weight, hidden, num_rows, launch, tap)
+        return
     n, k = weight.shape
     cols = min(launch.cols, TILE)
     blocks, is_lone, groups = k // THREADS, cols == 1, launch.cols // cols
@@ -223,6 +229,42 @@ def project_add(
     shared = rest + ring * 2 * THREADS * 16
     arguments = (x, weight, hidden, tap, num_rows, *strides)
     launch_kernel(source, n // 16 * groups, THREADS, shared, arguments, launch)
+
+
+def _fits_wide_add(weight: Tensor) -> bool:
+    """Say whether clusters can share a weight [N, K] and its tokens in wide steps."""
+    n, k = weight.shape
+    return (
+        has_clusters(weight.device)
+        and n % 64 == 0
+        and k % (64 * WARPS) == 0
+        and _wide_add_ring(weight, WIDE_ADD) > 2
+    )
+
+
+def _wide_add_bytes(cols: int) -> tuple[int, int]:
+    """Return the bytes of a stage of 64 columns, and of what lies beside the ring: sums and an arrival."""
+    return (64 + cols) * 2 * 64 * 2, WARPS * 16 * (cols + 2) * 4 + 8
+
+
+def _wide_add_ring(weight: Tensor, cols: int) -> int:
+    """Return the stages that fit."""
+    stage, rest = _wide_add_bytes(cols)
+    return min(weight.shape[1] // (64 * WARPS) + 1, (shared_memory(weight.device) - rest) // stage)
+
+
+def _wide_add(
+    x: Tensor, weight: Tensor, hidden: Tensor, num_rows: Tensor, launch: Launch, tap: Tensor | None
+) -> None:
+    """Do what ``project_add`` does, by clusters."""
+    n, k = weight.shape
+    cols = min(launch.cols, WIDE_ADD)
+    groups, ring, (stage, rest) = launch.cols // cols, _wide_add_ring(weight, cols), _wide_add_bytes(cols)
+    source = Source.of("wide_add", K=k, N=n, RING=ring, CLUSTER=ADD_CLUSTER, COLS=cols, GROUPS=groups)
+    strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
+    arguments = (x, weight, hidden, tap, num_rows, *strides)
+    grid = n // 64 * ADD_CLUSTER * groups
+    launch_kernel(source, grid, THREADS, rest + ring * stage, arguments, launch)
 
 
 def _has_packed(mlp: SparseWeights) -> bool:

@@ -99,7 +99,7 @@ def test_project_takes_rows_longer_than_its_ring(draw, poisoned, count, monkeypa
 
 @pytest.mark.parametrize(("live", "cols"), [(1, 1), (8, 8), (16, 16), (31, 32), (49, 64)])
 def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols):
-    k, n = 1536, 48
+    k, n = 1536, 64
     x, weight = rows_of(draw, poisoned, live, k), draw(n, k, scale=k**-0.5)
     hidden = rows_of(draw, poisoned, live, n)
     expected = hidden + plain.linear(x, weight)
@@ -111,18 +111,19 @@ def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols)
     assert hidden[live:].isnan().all()
 
 
-def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, poisoned, count):
+def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, poisoned, count, monkeypatch):
     k = 1536
-    x, weight = rows_of(draw, poisoned, 9, k), draw(32, k, scale=k**-0.5)
-    start = rows_of(draw, poisoned, 9, 32)
+    x, weight = rows_of(draw, poisoned, 9, k), draw(64, k, scale=k**-0.5)
+    start = rows_of(draw, poisoned, 9, 64)
     together = start.clone()
     products.project_add(x, weight, together, count(9), Launch(16))
-    for cols in (32, 64):
+    for cols, has_clusters in ((32, True), (64, True), (64, False)):
+        monkeypatch.setattr(products, "has_clusters", lambda device, has=has_clusters: has)
         wide = start.clone()
         products.project_add(x, weight, wide, count(9), Launch(cols))
         assert torch.equal(wide.view(torch.int16), together.view(torch.int16))
     for cols in (1, 8):
-        alone = poisoned(MAX_ROWS, 32)
+        alone = poisoned(MAX_ROWS, 64)
         alone[0] = start[0]
         products.project_add(x, weight, alone, count(1), Launch(cols))
         assert torch.equal(alone[0].view(torch.int16), together[0].view(torch.int16))
