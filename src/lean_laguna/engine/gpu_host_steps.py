@@ -97,7 +97,7 @@ class HostSteps:
             start, count = int(fields["row_start"][entry]), int(fields["row_count"][entry])
             drafts.append([int(t) for t in fields["input_ids"][start + 1 : start + count]])
             tokens.append([int(t) for t in fields["sampled"][start : start + count]])
-        logits = programs.logits[: int(fields["num_rows"][0])].cpu()
+        logits = programs.logits_of(cols)[: int(fields["num_rows"][0])].cpu()
         lanes.give_back(said)
         sampled = SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits)
         num_cut = [int(num) for num in fields["cut"][: len(sequences)]]

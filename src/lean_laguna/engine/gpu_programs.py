@@ -60,7 +60,7 @@ class StepPrograms:
         draft_group: KV group of the drafter's layers.
         scratch: Buffers of a step.
         caches: Pages and tables of the target, layer by layer.
-        logits: [most_rows, V] float32, written by ``rows`` and ``choose``.
+        logits: [WIDE, V] float32, written by ``rows`` and ``choose``; see ``logits_of``.
         verified_logits: [most_rows, V] float32 of the last step's rows, where they are kept.
         prices: [W, most_rows + 1] float32 tokens that a step with so many rows is worth, for each width, by
             which ``propose`` cuts drafts; zeros keep all.
@@ -264,13 +264,21 @@ class StepPrograms:
 
     @cached_property
     def logits(self) -> Tensor:
-        """[most_rows, V] float32."""
+        """[WIDE, V] float32."""
+        return torch.zeros(WIDE, self.target.head.shape[0], device=self.device)
+
+    @cached_property
+    def _wide_logits(self) -> Tensor:
         return torch.zeros(self.most_rows, self.target.head.shape[0], device=self.device)
+
+    def logits_of(self, cols: int) -> Tensor:
+        """Return where programs of so many columns write logits; few wide ones do, so room for them waits."""
+        return self.logits if cols <= WIDE else self._wide_logits
 
     @cached_property
     def verified_logits(self) -> Tensor:
         """[most_rows, V] float32."""
-        return torch.zeros_like(self.logits)
+        return torch.zeros(self.most_rows, self.target.head.shape[0], device=self.device)
 
     def _launch(self, cols: int) -> Launch:
         if not self._is_gpu:
@@ -330,7 +338,7 @@ class StepPrograms:
             self.state.fields["sampled"],
             tap_layers=self.tap_layers if taps else (),
             taps=self._taps if taps and self.tap_layers else None,
-            logits=self.logits if logits else None,
+            logits=self.logits_of(cols) if logits else None,
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
@@ -349,7 +357,7 @@ class StepPrograms:
             self.scratch,
             self._features,
             token_map=self._token_map,
-            logits=self.logits if filters and self._walk is None else None,
+            logits=self.logits_of(cols) if filters and self._walk is None else None,
             walk=self._walk,
             filters=self._filters if filters else None,
             launch=self._launch(cols),
@@ -378,7 +386,7 @@ class StepPrograms:
         if self._filtered:
             inputs = self._inputs
             choose_filtered(
-                self.logits,
+                self.logits_of(cols),
                 tokens,
                 self._filters,
                 inputs.seeds,
@@ -411,7 +419,8 @@ class StepPrograms:
         self._note_time(STARTED)
         self._run_target(cols, taps=has_context, logits=self._keeps_logits)
         if self._keeps_logits:
-            self.verified_logits.copy_(self.logits)
+            logits = self.logits_of(cols)
+            self.verified_logits[: len(logits)].copy_(logits)
         if has_context:
             self._draft_step(cols).append_context(self._taps)
         self._accept(cols)
