@@ -243,8 +243,7 @@ class Head:
         """Return logits [R, V] float32 on the device, of rows [R, D] after the final norm."""
         found = []
         for rows in hidden.split(WIDE):
-            self._run(None, 0, rows)
-            found.append(self._programs.logits[: len(rows)].clone())
+            found.append(self._run(None, 0, rows).clone())
         return torch.cat(found)
 
     def sample(self, hidden: Tensor, sequence: SequenceState, position: int) -> tuple[int, Tensor]:
@@ -255,15 +254,17 @@ class Head:
             sequence: Whose row it is.
             position: Of the row.
         """
-        self._run(sequence, position, hidden)
+        logits = self._run(sequence, position, hidden)
         block = self._lanes.read_later()
         self._lanes.wait(mark(self._programs.device))
         token = int(block.arrays["sampled"][0])
         self._lanes.give_back(block)
-        return token, self._programs.logits[:1]
+        return token, logits
 
-    def _run(self, sequence: SequenceState | None, position: int, hidden: Tensor) -> None:
+    def _run(self, sequence: SequenceState | None, position: int, hidden: Tensor) -> Tensor:
+        programs, cols = self._programs, self._programs.columns(len(hidden))
         self._lanes.put_rows(sequence, position, len(hidden))
-        self._programs.scratch.normed[: len(hidden)].copy_(hidden)
+        programs.scratch.normed[: len(hidden)].copy_(hidden)
         filtered = sequence is not None and has_filters([sequence])
-        self._programs.run("choose", self._programs.columns(len(hidden)), filtered=filtered)
+        programs.run("choose", cols, filtered=filtered)
+        return programs.logits_of(cols)[: len(hidden)]
