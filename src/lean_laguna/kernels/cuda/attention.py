@@ -19,7 +19,9 @@ SPLIT = 128
 PARTS = 8
 """In which a row's keys are added up."""
 PROGRAMS = 2
-"""Of a multiprocessor, in steps of more than one row."""
+"""Of a multiprocessor, in steps of 2 to 16 rows."""
+WIDE_CLUSTERS = (2, 1)
+"""Programs of a cluster in wider steps, in full layers and in those with windows."""
 TILE = 16
 """Queries of a matrix instruction."""
 
@@ -34,6 +36,8 @@ def cluster_programs(shape: AttentionShape, cols: int) -> int:
 
     Of many rows there are many tasks: fewer programs each, so that all have room at once.
     """
+    if cols > WIDE:
+        return WIDE_CLUSTERS[bool(shape.window)]
     if cols == 1 or (cols == 8 and not shape.window):
         return PARTS
     return 4 if cols == 8 or not shape.window else 2
@@ -57,7 +61,9 @@ def _shared_bytes(shape: AttentionShape, cols: int) -> int:
     # parts, sums of parts in the program's own dimensions; where rows stand, the task, an arrival.
     vectors = 2 * SPLIT + queries + 2 * min(cols, WIDE)
     sums = queries * (8 * (WARPS + PARTS) + 4 * PARTS * own_dims)
-    return vectors * (shape.head_dim + 8) * 2 + sums + 12 * MAX_ROWS + 48
+    # In wide steps the warps' sums do not take the place of keys and values.
+    room = WARPS * TILE * (shape.head_dim + 8) * 4 if cols > WIDE else 0
+    return vectors * (shape.head_dim + 8) * 2 + sums + room + 12 * MAX_ROWS + 48
 
 
 def fits_attention(shape: AttentionShape) -> bool:
@@ -99,7 +105,7 @@ def attend(
     p, heads, cols = shape.head_dim, shape.num_kv_heads, launch.cols
     cluster, queries = cluster_programs(shape, cols), num_queries(shape, cols)
     source = Source.of(
-        "attention",
+        "wide_attention" if cols > WIDE else "attention",
         H=shape.num_heads,
         J=heads,
         P=p,
@@ -118,7 +124,7 @@ def attend(
     if cols > 1:
         num_clusters = min(
             cols * num_clusters,
-            max(1, PROGRAMS * multiprocessors(qkv.device) // cluster),
+            max(1, (1 if cols > WIDE else PROGRAMS) * multiprocessors(qkv.device) // cluster),
         )
     arguments = (
         qkv,

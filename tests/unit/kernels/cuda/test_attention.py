@@ -21,7 +21,9 @@ def small_clusters(monkeypatch):
     """Few parts and programs, so that a small test's have several splits and parts."""
     monkeypatch.setattr(module, "PARTS", 6)
     monkeypatch.setattr(
-        module, "cluster_programs", lambda shape, cols: 6 if cols == 1 else 3 if cols == 8 else 2
+        module,
+        "cluster_programs",
+        lambda shape, cols: {1: 6, 8: 3, 16: 2, 32: 2, 64: 1}[cols],
     )
 
 

@@ -1,0 +1,352 @@
+// What attention.cu and wide_attention.cu share: tasks, keys and values on their way, a warp's scores and sums, and how
+// sums of parts are handed over and added up.
+//
+// -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
+// QK_NORM; GATE; KV_BLOCK keys a page; KEY_PARTS in which a row's keys are added up; CLUSTER programs that share them, a
+// divisor of KEY_PARTS; COLS rows at most, 16 of a request; MOST requests, of which any may have no rows.
+// The context is cut at absolute multiples of 128 keys. Split s belongs to part s % KEY_PARTS, and sixteen of its keys to
+// each warp of the program that has the part: there each warp is on its own, with a running softmax. Then the warps' sums
+// are added, and handed over to programs of the cluster, each of which adds up its own dimensions over the parts,
+// always in the same order. A split or part that a row does not see changes nothing of the row. So a row's bits are
+// its own, alone or beside others, and do not follow the size of the cluster.
+// No program leaves before it has all that is handed over to it.
+#pragma once
+#include "common.cuh"
+
+#define WARPS 8
+#define KEYS 16
+#define SPLIT (WARPS * KEYS)
+#define GROUP (H / J)
+// Queries that matter of the 16 of a matrix instruction: of a lone row often half.
+#define HALVES (COLS == 1 && GROUP <= 8 ? 1 : 2)
+#define QUERIES (8 * HALVES)
+#define STRIDE (P + 8)
+#define TILE (2 * KEYS * STRIDE)
+#define SUM_STRIDE (P + 8)
+// Programs of a cluster that add up parts, each some of the dimensions.
+#define OWNERS (CLUSTER >= 8 ? 8 : CLUSTER >= 4 ? 4 : CLUSTER >= 2 ? 2 : 1)
+#define OWN (P / OWNERS)
+#define SLICES (P / 8)
+#define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
+#define HALF (ROTARY / 2)
+// Rows of a request at most.
+#define OWN_ROWS (COLS < 16 ? COLS : 16)
+// Queries and rows of this step that half a warp normalises and turns.
+#define ROUNDS ((QUERIES + OWN_ROWS + 15) / 16)
+// A page holds a whole number of a warp's keys, or they of it.
+#define PAGES (KV_BLOCK < KEYS ? KEYS / KV_BLOCK : 1)
+#define ONES 0x3f803f80u
+#define LOG2_E 1.4426950408889634f
+#define INF __int_as_float(0x7f800000)
+
+// Up to QUERIES queries of one KV head of a request; a query is one head of one row.
+struct Task {
+    int request, head, first_query, num_queries, start, first, last, low_split, num_splits;
+};
+
+// Where the requests' rows stand, read once by each program.
+struct Rows {
+    int count[MOST], start[MOST], position[MOST];
+};
+
+DEVICE int tasks_of(int count) { return J * ((count * GROUP + QUERIES - 1) / QUERIES); }
+
+// Task `index` of a request.
+DEVICE void write_task(Task &task, int request, int index, const Rows &rows) {
+    const int count = rows.count[request], start = rows.start[request];
+    const int first = rows.position[start], last = first + count - 1;
+    const int low_key = WINDOW > 0 ? max(first - WINDOW + 1, 0) : 0;
+    task.request = request, task.head = index % J, task.first_query = index / J * QUERIES;
+    task.num_queries = min(count * GROUP - task.first_query, QUERIES);
+    task.start = start, task.first = first, task.last = last;
+    task.low_split = low_key / SPLIT, task.num_splits = last / SPLIT - task.low_split + 1;
+}
+
+// The tasks of the requests before a thread's own. Of few requests one thread looks through all instead.
+DEVICE int tasks_before(const Rows &rows, int num_requests, int thread) {
+    int before = 0;
+    if (COLS > 16 && thread <= MOST)
+        for (int r = 0; r < min(thread, num_requests); r++) before += tasks_of(rows.count[r]);
+    return before;
+}
+
+// Write down the task at place `index` of all requests' tasks in a row, or that there is none; true for the thread which
+// found one.
+DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests, int before, int thread) {
+    if (COLS > 16) {
+        const bool is_own = thread < num_requests && index >= before && index < before + tasks_of(rows.count[thread]);
+        if (is_own) write_task(task, thread, index - before, rows);
+        if (thread == MOST && index >= before) task.num_queries = 0;
+        return is_own;
+    }
+    if (thread != 0) return false;
+    for (int r = 0; r < num_requests; r++) {
+        const int tasks = tasks_of(rows.count[r]);
+        if (index < tasks) {
+            write_task(task, r, index, rows);
+            return true;
+        }
+        index -= tasks;
+    }
+    task.num_queries = 0;
+    return false;
+}
+
+// A part's place among those that have splits of the task, and beyond them.
+DEVICE int place_of(const Task &task, int part) { return (part + KEY_PARTS - task.low_split % KEY_PARTS) % KEY_PARTS; }
+
+// The page of a warp's keys in a split, lane n's the nth where they are several, as far as earlier steps left keys there.
+DEVICE int page_of(const Task &task, int split, const int *own_table, int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + (PAGES > 1 ? lane % PAGES * KV_BLOCK : 0);
+    return key < task.first ? load_fresh32(own_table + (u32)key / KV_BLOCK) : 0;
+}
+
+// Start copies of a warp's keys of a split, or of their values, that earlier steps left; zeros elsewhere. A lane copies
+// pieces of keys I, I + 2, and so on, `left` of which there are.
+template <int I> DEVICE void copy_pieces(Place to, const u16 *from, int left, int page) {
+    const u16 *own = PAGES == 1 ? from : from + (size_t)(u32)from_lane(page, I / KV_BLOCK) * (KV_BLOCK * J * P);
+    copy_async<I * STRIDE * 2, (PAGES == 1 ? I : I % KV_BLOCK) * J * P * 2>(
+        to, own, (u32)(left - 1 - I) < (WINDOW > 0 ? WINDOW - 1 : 0x7fffffff));
+    if constexpr (I + 2 < KEYS) copy_pieces<I + 2>(to, from, left, page);
+}
+DEVICE void copy_keys(Place to, const u16 *cache, const Task &task, int split, int page, int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + lane / 16;
+    const u16 *from = cache + ((u32)key % KV_BLOCK * J + task.head) * P + lane % 16 * 8;
+    if (PAGES == 1) from += (size_t)(u32)page * (KV_BLOCK * J * P);
+    copy_pieces<0>(to, from, task.first - key, page);
+}
+
+// Ask for a warp's keys and values of a split into L2.
+DEVICE void prefetch_keys(const u16 *k_cache, const u16 *v_cache, const Task &task, int split, const int *own_table,
+                          int warp, int lane) {
+    const int key = split * SPLIT + warp * KEYS + lane / 2;
+    if (key >= task.first) return;
+    const size_t page = load_fresh32(own_table + (u32)key / KV_BLOCK);
+    const size_t at = (page * KV_BLOCK + key % KV_BLOCK) * (J * P) + task.head * P + lane % 2 * (P / 2);
+    prefetch_line(k_cache + at), prefetch_line(v_cache + at);
+}
+
+// Scores of a warp's 16 keys, from dimension D on.
+template <int D> DEVICE void add_scores(float (&scores)[2][4], Place queries, Place keys) {
+    const uint4 a = load_matrices<D * 2>(queries), b = load_matrices<D * 2>(keys);
+    multiply(scores[0], a.x, a.y, a.z, a.w, b.x, b.y);
+    multiply(scores[1], a.x, a.y, a.z, a.w, b.z, b.w);
+    if constexpr (D + 16 < P) add_scores<D + 16>(scores, queries, keys);
+}
+
+// Their values by the queries' shares of them, from slice N of eight dimensions on.
+template <int N> DEVICE void add_values(float (&acc)[SLICES][2 * HALVES], const u32 (&shares)[2][2], Place values) {
+    const uint4 b = load_transposed<N * 16>(values);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float sum[4] = {};
+#pragma unroll
+        for (int e = 0; e < 2 * HALVES; e++) sum[e] = acc[N + i][e];
+        multiply(sum, shares[0][0], shares[0][1], shares[1][0], shares[1][1], i ? b.z : b.x, i ? b.w : b.y);
+#pragma unroll
+        for (int e = 0; e < 2 * HALVES; e++) acc[N + i][e] = sum[e];
+    }
+    if constexpr (N + 2 < SLICES) add_values<N + 2>(acc, shares, values);
+}
+
+DEVICE uint4 load_fresh8(const u16 *p) {
+    // Some rows of qkv start at any even element: four loads of two.
+    if (WIDTH % 8 == 0) return load_fresh(p);
+    return make_uint4(load_fresh_pair(p), load_fresh_pair(p + 2), load_fresh_pair(p + 4), load_fresh_pair(p + 6));
+}
+
+// One head, eight elements a lane of half a warp, normalised and turned as Hugging Face rounds.
+DEVICE uint4 turned(uint4 raw, uint4 by, uint4 cosines, uint4 sines, float eps, int lane) {
+    u32 x[4] = {raw.x, raw.y, raw.z, raw.w};
+    const u32 w[4] = {by.x, by.y, by.z, by.w}, c[4] = {cosines.x, cosines.y, cosines.z, cosines.w};
+    const u32 s[4] = {sines.x, sines.y, sines.z, sines.w};
+    if (QK_NORM) {
+        float squares = squares_of(raw);
+#pragma unroll
+        for (int lanes = 8; lanes; lanes >>= 1) squares += exchange(squares, lanes);
+        const float inverse = rsqrtf(squares / P + eps);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = scaled_pair(x[i], inverse, w[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 other = __float_as_uint(exchange(__uint_as_float(x[i]), HALF / 8));
+        const float sign = lane % 16 * 8 < HALF ? -1.0f : 1.0f;
+        const float low_part = rounded(low(x[i]) * low(c[i])) + rounded(sign * low(other) * low(s[i]));
+        const float high_part = rounded(high(x[i]) * high(c[i])) + rounded(sign * high(other) * high(s[i]));
+        if (lane % 16 * 8 < ROTARY) x[i] = pack(low_part, high_part);
+    }
+    return make_uint4(x[0], x[1], x[2], x[3]);
+}
+
+// Eight elements of a position's row of the rotary tables, for the eight that a lane turns.
+DEVICE uint4 angles(const u16 *table, int position, int lane) {
+    const int d = lane % 16 * 8;
+    return d < ROTARY ? *(const uint4 *)(table + (size_t)position * HALF + d % HALF) : make_uint4(0, 0, 0, 0);
+}
+
+// log(1 + exp(x)); where that is hardly more than exp(x), by its series.
+DEVICE float softplus(float x) {
+    const float e = power2(x * LOG2_E);
+    return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
+}
+
+DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {
+    if (!GATE || query >= task.num_queries) return 0;
+    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+    return load_fresh16(qkv + (size_t)row * WIDTH + (H + 2 * J) * P + head);
+}
+
+// The weight of what was summed up below a peak, where sums below another, the highest, are added to it.
+DEVICE float weight_of(float peak, float highest) { return power2(peak - (highest == -INF ? 0.0f : highest)); }
+
+// What half a warp normalises and turns: queries, and rows of this step whose keys fall into the program's splits.
+struct Items {
+    uint4 by[ROUNDS], cosines[ROUNDS], sines[ROUNDS];
+    int block[ROUNDS], position[ROUNDS];
+    bool wanted[ROUNDS];
+};
+
+// The constant part, which needs no waiting.
+DEVICE void begin_items(Items &items, const Task &task, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table,
+                        const u16 *sin_table, const int *own_table, int thread) {
+    const int lane = thread & 31, rank = blockIdx.x % CLUSTER;
+#pragma unroll
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j, row = i - QUERIES;
+        const int position = task.first + (row < 0 ? (task.first_query + i) / GROUP : row);
+        const bool is_own = position <= task.last && position / SPLIT % KEY_PARTS % CLUSTER == rank;
+        items.position[j] = position, items.wanted[j] = row < 0 ? i < task.num_queries : is_own;
+        items.by[j] = *(const uint4 *)((row < 0 ? q_norm : k_norm) + lane % 16 * 8);
+        items.cosines[j] = items.sines[j] = make_uint4(0, 0, 0, 0), items.block[j] = 0;
+        if (!items.wanted[j]) continue;
+        items.cosines[j] = angles(cos_table, position, lane), items.sines[j] = angles(sin_table, position, lane);
+        if (row >= 0) items.block[j] = load_fresh32(own_table + position / KV_BLOCK);
+    }
+}
+
+// All clusters of a (request, KV head) compute its rows' keys; the first one's program writes them to the cache.
+DEVICE void finish_items(const Items &items, const Task &task, const u16 *qkv, u16 *queries, u16 *fresh, u16 *k_cache,
+                         u16 *v_cache, float eps, int thread) {
+    const int lane = thread & 31, d = lane % 16 * 8;
+    uint4 raw[ROUNDS], v[ROUNDS];
+#pragma unroll
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j;
+        raw[j] = v[j] = make_uint4(0, 0, 0, 0);
+        if (!items.wanted[j]) continue;
+        const u16 *from = qkv + (size_t)(task.start + items.position[j] - task.first) * WIDTH + d;
+        raw[j] = load_fresh8(from + (i < QUERIES ? task.head * GROUP + (task.first_query + i) % GROUP : H + task.head) * P);
+        if (i >= QUERIES) v[j] = load_fresh8(from + (H + J + task.head) * P);
+    }
+#pragma unroll
+    for (int j = 0; j < ROUNDS; j++) {
+        const int i = thread / 16 + 16 * j, row = i - QUERIES;
+        const uint4 x = turned(raw[j], items.by[j], items.cosines[j], items.sines[j], eps, lane);
+        if (row < 0) *(uint4 *)(queries + i * STRIDE + d) = x;  // zeros for those that there are not
+        if (row < 0 || !items.wanted[j]) continue;
+        *(uint4 *)(fresh + row * 2 * STRIDE + d) = x;
+        *(uint4 *)(fresh + (row * 2 + 1) * STRIDE + d) = v[j];
+        if (task.first_query > 0) continue;
+        const size_t slot = (size_t)items.block[j] * KV_BLOCK + items.position[j] % KV_BLOCK;
+        *(uint4 *)(k_cache + slot * (J * P) + task.head * P + d) = x;
+        *(uint4 *)(v_cache + slot * (J * P) + task.head * P + d) = v[j];
+    }
+}
+
+// What a warp has summed up of its keys of a part: for each of a lane's queries the peak of the scores, and the totals
+// and sums of values below it.
+struct Sums {
+    float values[SLICES][2 * HALVES], totals[4], peak[HALVES];
+};
+
+// Turn the scores of a warp's keys from `from` on into shares, and let what was summed up before fade.
+DEVICE void take_scores(Sums &sums, float (&scores)[2][4], u32 (&shares)[2][2], const Task &task, int from, float scale,
+                        int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        const int p = task.first + (task.first_query + g + 8 * half) / GROUP;
+        float now = sums.peak[half];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int key = from + (i >> 1) * 8 + 2 * t + (i & 1);
+            bool seen = key <= (CAUSAL ? p : task.last);
+            if (WINDOW > 0) seen = seen && p - key < WINDOW && (CAUSAL || key - p < WINDOW);
+            float &score = scores[i >> 1][2 * half + (i & 1)];
+            score = seen ? score * scale : -INF;
+            now = fmaxf(now, score);
+        }
+        now = fmaxf(now, exchange(now, 1)), now = fmaxf(now, exchange(now, 2));
+        const float fade = weight_of(sums.peak[half], now);
+        sums.peak[half] = now;
+        sums.totals[2 * half] *= fade;
+#pragma unroll
+        for (int n = 0; n < SLICES; n++) sums.values[n][2 * half] *= fade, sums.values[n][2 * half + 1] *= fade;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            shares[n][half] = pack(weight_of(scores[n][2 * half], now), weight_of(scores[n][2 * half + 1], now));
+    }
+}
+
+// Leave a warp's sums where its keys and values were.
+DEVICE void leave_sums(const Sums &sums, float *own, float2 *stats, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        const int query = g + 8 * half;
+#pragma unroll
+        for (int n = 0; n < SLICES; n++)
+            *(float2 *)(own + query * SUM_STRIDE + n * 8 + 2 * t) = make_float2(sums.values[n][2 * half], sums.values[n][2 * half + 1]);
+        if (t == 0) stats[query] = make_float2(sums.peak[half], sums.totals[2 * half]);
+    }
+}
+
+// Add the warps' sums of a part, `pitch` floats from one's to the next one's, and hand each program of the cluster its dimensions, a warp a query.
+DEVICE void hand_over(const Task &task, int part, const float *sums, int pitch, const float2 *stats, float *inbox,
+                      float2 *inbox_stats, u64 *arrival, int warp, int lane) {
+#pragma unroll 1
+    for (int query = warp; query < task.num_queries; query += WARPS) {
+        float highest = -INF, total = 0.0f;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, stats[w * QUERIES + query].x);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float2 stat = stats[w * QUERIES + query];
+            const float4 own = *(const float4 *)(sums + w * pitch + query * SUM_STRIDE + lane * 4);
+            const float by = weight_of(stat.x, highest);
+            total += stat.y * by;
+            sum.x += own.x * by, sum.y += own.y * by, sum.z += own.z * by, sum.w += own.w * by;
+        }
+        const int slot = part * QUERIES + query;
+        send4((float4 *)(inbox + slot * OWN + lane * 4 % OWN), lane * 4 / OWN, sum, arrival);
+        if (lane < OWNERS) send2(inbox_stats + slot, lane, make_float2(highest, total), arrival);
+    }
+}
+
+// What is handed over to each program that adds up parts.
+DEVICE u32 expected_bytes(const Task &task) {
+    return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
+}
+
+// Two dimensions of a query, added up over the parts.
+DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float *inbox, const float2 *inbox_stats,
+                      u16 *out) {
+    float highest = -INF, total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll 4
+    for (int part = 0; part < KEY_PARTS; part++)
+        if (place_of(task, part) < task.num_splits) highest = fmaxf(highest, inbox_stats[part * QUERIES + query].x);
+#pragma unroll 4
+    for (int part = 0; part < KEY_PARTS; part++) {
+        if (place_of(task, part) >= task.num_splits) continue;
+        const float2 stat = inbox_stats[part * QUERIES + query];
+        const float2 own = *(const float2 *)(inbox + (part * QUERIES + query) * OWN + d % OWN);
+        const float by = weight_of(stat.x, highest);
+        total += stat.y * by, x += own.x * by, y += own.y * by;
+    }
+    const float by = quotient(1.0f, total), opened = GATE ? rounded(softplus(from_bf16(gate))) : 1.0f;
+    const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
+    *(u32 *)(out + (size_t)row * (H * P) + head * P + d) = pack(rounded(x * by) * opened, rounded(y * by) * opened);
+}
+
