@@ -214,10 +214,10 @@ class LayersBench(Bench):
         found: dict[str, list[tuple[float, float, float]]] = {}
         before = None
         for e, after in itertools.pairwise(events):
-            if e.name == "project" and after.name != "attention":
+            if e.name == "project" and not after.name.endswith("attention"):
                 name = "router" if after.name in ("experts_up", "wide_route") else "gate_up"
-            elif e.name == "attention":
-                name = f"attention after {before}"
+            elif e.name.endswith("attention"):
+                name = f"{e.name} after {before}"
             else:
                 name = e.name
             before = e.name

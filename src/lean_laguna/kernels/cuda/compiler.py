@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = ("attention.cuh", "common.cuh", "packed.cuh", "routing.cuh", "table.cuh", "units.cuh", "warpgroups.cuh", "wide.cuh")
+HEADERS = (
+    "attention.cuh",
+    "common.cuh",
+    "packed.cuh",
+    "routing.cuh",
+    "table.cuh",
+    "units.cuh",
+    "warpgroups.cuh",
+    "wide.cuh",
+)
 WITH_WARPGROUPS = ("prompt_attention",)
 """Kernels whose instructions one architecture has and no later one."""
 
