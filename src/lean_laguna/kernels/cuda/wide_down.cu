@@ -1,6 +1,6 @@
 // Down of the chosen experts, their weighted sum, the shared expert's down and the residual, in steps of more than 16 rows.
 //
-// -D: as in wide.cuh, K the width of all experts, N the hidden size; AHEAD times 16 rows are asked for ahead. A
+// -D: as in wide.cuh, K the width of all experts, N the hidden size; AHEAD experts whose rows are asked for ahead. A
 // program owns 16 output columns and walks the live experts in ascending id; a warp adds up its part of K for itself,
 // so a row's sum has one order whichever experts other rows chose. Weights come before the experts' activations are there.
 #include "wide.cuh"
@@ -9,15 +9,6 @@
 #define COLUMNS 16
 // Outputs of a thread.
 #define OUTS (ROWS * COLUMNS / (WARPS * 32))
-#define NOWHERE (-1)
-
-// Up to 16 rows of one expert on their way: rows g and g + 8 of this lane, where their sums are, and by what they count.
-struct Item {
-    Gathered rows;
-    int to[2];
-    float by[2];
-    bool is_last;  // of the expert's
-};
 
 KERNEL(THREADS, 1)
 wide_down(const u16 *act, const u16 *shared_act, const int *expert_ids, const int *expert_weights, const u16 *weight,
@@ -54,86 +45,86 @@ wide_down(const u16 *act, const u16 *shared_act, const int *expert_ids, const in
     let_next_start();
     wait_for_inputs();
     stamp(WAITED);
+    // Sixteen rows times the weights that lie at a turn.
+    auto multiply = [&](const Gathered &operands, float (&even)[2][4], float (&odd)[2][4]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            operands.multiply(even[half], odd[half], ring + (turn.at * 2 + half) * UNIT);
+    };
     float *mine = sums + warp * ROWS * COLUMNS + 2 * t;
     auto outputs = [&](int i) {
         float y = 0.0f;
         for (int w = 0; w < WARPS; w++) y += sums[w * ROWS * COLUMNS + i * WARPS * 32 + thread];
         return y;
     };
-    // The shared expert comes first, as one of weight 1 that all rows chose.
-    Item ahead[AHEAD];
-    int next_slot = -1, next_row = 0;
-    auto hold_next = [&](Item &item) {
-        if (next_slot >= slots) return;
-        const bool is_shared = next_slot < 0;
-        const Rows rows = is_shared ? Rows{nullptr, live} : table.rows(next_slot);
-        const u16 *from = is_shared ? shared_act : act;
-        const float *weights = table.weights + (is_shared ? 0 : table.starts[next_slot]);
-#pragma unroll
-        for (int high = 0; high < 2; high++) {
-            const int at = next_row + high * 8 + g;
-            const bool is_there = at < rows.count;
-            Gathered::hold(high ? item.rows.high : item.rows.low, is_there ? from + (size_t)rows.pair(at) * K : nullptr);
-            item.to[high] = is_there ? rows.row(at) * COLUMNS : NOWHERE;
-            item.by[high] = is_there && !is_shared ? weights[at] : 1.0f;
-        }
-        next_row += GROUP;
-        item.is_last = next_row >= rows.count;
-        if (item.is_last) next_slot++, next_row = 0;
+    Gathered operands;
+    // Of the next experts, rows 0 to 7: few have more.
+    uint4 ahead[AHEAD][LOADS];
+    auto hold_ahead = [&](uint4 (&to)[LOADS], int slot) {
+        const Rows rows = slot < slots ? table.rows(slot) : Rows{nullptr, 0};
+        Gathered::hold(to, g < rows.count ? act + (size_t)rows.pairs[g] * K : nullptr);
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) hold_next(ahead[i]);
+    for (int i = 0; i < AHEAD; i++) hold_ahead(ahead[i], i);
     float old[OUTS], shared[OUTS];
 #pragma unroll
     for (int i = 0; i < OUTS; i++) {
         const int row = (i * WARPS * 32 + thread) / COLUMNS;
         old[i] = row < live ? from_bf16(load_fresh16(hidden + (size_t)row * N + blockIdx.x * COLUMNS + thread % COLUMNS)) : 0.0f;
     }
-    auto clear = [&]() {
-        for (int i = lane; i < live * COLUMNS; i += 32) sums[warp * ROWS * COLUMNS + i] = 0.0f;
-        __syncwarp();
-    };
-    clear();
+    turn.wait_for_weights(arrivals);
+    for (int first = 0; first < live; first += GROUP) {
+        float even[2][4] = {}, odd[2][4] = {};
+        operands.hold(first, live, [&](int row) { return shared_act + (size_t)row * K; });
+        multiply(operands, even, odd);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float *to = mine + (first + g) * COLUMNS + half * 8;
+            *(float2 *)to = make_float2(even[half][0] + odd[half][0], even[half][1] + odd[half][1]);
+            *(float2 *)(to + 8 * COLUMNS) = make_float2(even[half][2] + odd[half][2], even[half][3] + odd[half][3]);
+        }
+    }
+    turn.leave(arrivals);
+    sync_first(WARPS * 32);
+#pragma unroll
+    for (int i = 0; i < OUTS; i++) shared[i] = outputs(i);
+    sync_first(WARPS * 32);
+    for (int i = lane; i < live * COLUMNS; i += 32) sums[warp * ROWS * COLUMNS + i] = 0.0f;
+    __syncwarp();
     stamp(PREPARED);
-    int passed = 0;
-    for (int slot = -1, stop = 0;; stop = slots) {
-        while (slot < stop) {
+    for (int from = 0; from < slots; from += AHEAD) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                // Where the walk before ended.
-                if (i < passed) continue;
-                if (slot == stop) {
-                    passed = i;
-                    break;
-                }
-                passed = 0;
-                const Item &item = ahead[i];
+        for (int i = 0; i < AHEAD; i++) {
+            const int slot = from + i;
+            if (slot >= slots) break;
+            const Rows rows = table.rows(slot);
+            const float *weights = table.weights + table.starts[slot];
+            turn.wait_for_weights(arrivals);
+            for (int first = 0; first < rows.count; first += GROUP) {
                 float even[2][4] = {}, odd[2][4] = {};
-                turn.wait_for_weights(arrivals);
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    item.rows.multiply(even[half], odd[half], ring + (turn.at * 2 + half) * UNIT);
+                if (rows.count > GROUP / 2)
+                    operands.hold(first, rows.count, [&](int at) { return act + (size_t)rows.pairs[at] * K; });
+                else
+                    operands.take(ahead[i]);
+                multiply(operands, even, odd);
 #pragma unroll
                 for (int high = 0; high < 2; high++) {
-                    if (item.to[high] == NOWHERE) continue;
+                    const int at = first + high * 8 + g;
+                    if (at >= rows.count) continue;
+                    const float by = weights[at];
+                    float2 *total = (float2 *)(mine + rows.row(at) * COLUMNS);
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        float2 *total = (float2 *)(mine + item.to[high] + half * 8), v = *total;
-                        v.x += (even[half][high * 2] + odd[half][high * 2]) * item.by[high];
-                        v.y += (even[half][high * 2 + 1] + odd[half][high * 2 + 1]) * item.by[high];
-                        *total = v;
+                        float2 v = total[half * 4];
+                        v.x += (even[half][high * 2] + odd[half][high * 2]) * by;
+                        v.y += (even[half][high * 2 + 1] + odd[half][high * 2 + 1]) * by;
+                        total[half * 4] = v;
                     }
                 }
-                if (item.is_last) turn.leave(arrivals), slot++;
-                hold_next(ahead[i]);
             }
+            turn.leave(arrivals);
+            hold_ahead(ahead[i], slot + AHEAD);
         }
-        if (stop == slots) break;
-        sync_first(WARPS * 32);
-#pragma unroll
-        for (int i = 0; i < OUTS; i++) shared[i] = outputs(i);
-        sync_first(WARPS * 32);
-        clear();
     }
     stamp(FIRST_DONE);
     sync_first(WARPS * 32);

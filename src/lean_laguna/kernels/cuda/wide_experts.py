@@ -21,7 +21,7 @@ from lean_laguna.kernels.triton.weights import SparseWeights
 WARPS = 8
 THREADS = 32 * (WARPS + 1)
 ROUTE_WARPS = 4
-UP_RING, DOWN_RING = 4, 11
+UP_RING, DOWN_RING = 5, 11
 """Places for 8 rows of gate and up, and for 16 of down, that the copy engine has on their way."""
 RUN = 4
 """Units of an expert that a program takes one after another, its rows in registers."""
