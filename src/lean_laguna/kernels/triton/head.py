@@ -59,6 +59,7 @@ def _head_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     LOGITS: tl.constexpr,
     CHOOSE: tl.constexpr,
@@ -68,10 +69,15 @@ def _head_kernel(
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
+    col = tl.arange(0, COLS)
+    if GROUPS > 1:
+        first = pid % GROUPS * COLS
+        pid = pid // GROUPS
+        x_ptr += first * K
+        col += first
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     prefetch_rows(weight[0], rows * ROW, PREFETCH)
-    col = tl.arange(0, COLS)
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
     inverse = tl.zeros((COLS,), tl.float32)
     acc = product(
@@ -105,9 +111,9 @@ def _head_kernel(
             value = tl.where(hot, value / tl.where(hot, temperature[None, :], 1.0) + noise, value)
         value = tl.where((n < N)[:, None], value, float("-inf"))
         best = tl.max(value, 0)
-        first = tl.min(tl.where(value == best[None, :], n[:, None], N), 0)
+        token = tl.min(tl.where(value == best[None, :], n[:, None], N), 0)
         tl.store(best_value_ptr + pid * MAX + col, best, mask=live)
-        tl.store(best_id_ptr + pid * MAX + col, first, mask=live)
+        tl.store(best_id_ptr + pid * MAX + col, token, mask=live)
 
 
 @triton.jit
@@ -153,7 +159,8 @@ def _constants(weight: Weight, tile: Tile, launch: Launch, most_rows: int) -> di
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "SPLIT": tile.split,
-        "COLS": launch.tile_cols,
+        "COLS": launch.group_cols,
+        "GROUPS": launch.num_groups,
         "STAGES": tile.stages,
         "PREFETCH": launch.prefetched(tile, row_bytes(weight)),
         "ROW": row_elements(weight),
@@ -202,7 +209,7 @@ def sample(
     """
     V = weight.shape[0]
     parts = cdiv(V, tile.block_n)
-    _head_kernel[(parts,)](
+    _head_kernel[(parts * launch.num_groups,)](
         x,
         operand(weight),
         workspace[0] if logits is None else logits,
@@ -248,7 +255,7 @@ def write_logits(
         tile: By weight shape.
         launch: What the launches of a step share.
     """
-    _head_kernel[(cdiv(weight.shape[0], tile.block_n),)](
+    _head_kernel[(cdiv(weight.shape[0], tile.block_n) * launch.num_groups,)](
         x,
         operand(weight),
         logits,

@@ -14,6 +14,9 @@ from typing import Any
 from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
 from lean_laguna.core.engine_sizes import WIDE as WIDE
 
+GROUP_COLUMNS = 32
+"""Columns that a program has registers for, where it also chooses tokens or keeps several parts of K."""
+
 
 def is_interpreting() -> bool:
     """Say whether Triton runs on the CPU, one program after another."""
@@ -75,6 +78,16 @@ class Launch:
     def tile_cols(self) -> int:
         """Columns of a Triton tile: the matrix instructions take no fewer than 8."""
         return max(self.cols, 8)
+
+    @property
+    def group_cols(self) -> int:
+        """Columns of a tile where many are taken in groups, each by a program of its own."""
+        return min(self.tile_cols, GROUP_COLUMNS)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of columns: programs that read the same weights, once from memory and then from L2."""
+        return self.tile_cols // self.group_cols
 
     @property
     def tile_rows(self) -> int:

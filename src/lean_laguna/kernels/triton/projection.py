@@ -40,6 +40,7 @@ def _project_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
@@ -51,15 +52,24 @@ def _project_kernel(
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pid = tl.program_id(0)
+    first = 0
+    if GROUPS > 1:
+        first = pid % GROUPS * COLS
+        pid = pid // GROUPS
+        x_ptr += first * x_stride
+        residual_ptr += first * out_stride
+        out_ptr += first * out_stride
+        tap_ptr += first * tap_stride
+    n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     prefetch_rows(weight[0], rows * ROW, PREFETCH)
     col = tl.arange(0, COLS)
-    live = col < wait_with_rows(num_rows_ptr, PDL, False)
+    live = col < wait_with_rows(num_rows_ptr, PDL, False) - first
     inverse = tl.zeros((COLS,), tl.float32)
     if NORM:
         if NORM_EVERY > 0:
-            norm_ptr += tl.program_id(0) * BLOCK_N // NORM_EVERY * K
+            norm_ptr += pid * BLOCK_N // NORM_EVERY * K
         inverse = inverse_rms(x_ptr, x_stride, live, eps, K, COLS, NORM_BLOCK)
     acc = product(
         weight,
@@ -121,7 +131,7 @@ def project(
     norm_every = N // norm.shape[0] if norm is not None and norm.dim() == 2 else 0
     if norm_every % tile.block_n:
         raise ValueError(f"project: {norm_every} rows a norm must be a multiple of block_n {tile.block_n}")
-    _project_kernel[(cdiv(N, tile.block_n),)](
+    _project_kernel[(cdiv(N, tile.block_n) * launch.num_groups,)](
         x,
         x if norm is None else norm,
         operand(weight),
@@ -138,7 +148,8 @@ def project(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT=tile.split,
-        COLS=launch.tile_cols,
+        COLS=launch.group_cols,
+        GROUPS=launch.num_groups,
         STAGES=tile.stages,
         NORM=norm is not None,
         NORM_BLOCK=min(256, power_of_two(K)),

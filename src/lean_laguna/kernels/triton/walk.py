@@ -95,15 +95,16 @@ def _walk_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
     SHIFT: tl.constexpr,
     MAP: tl.constexpr,
     STORE: tl.constexpr,
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) // GROUPS * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    col = tl.arange(0, COLS)
+    col = tl.program_id(0) % GROUPS * COLS + tl.arange(0, COLS)
     num_rows = wait_with_rows(num_rows_ptr, PDL, True)
     index = col - tl.load(row_start_ptr + tl.load(row_request_ptr + col))
     live = (col < num_rows) & (index == step)
@@ -218,7 +219,7 @@ def walk_on(
     """
     N, R = weights.bias.shape
     block_n = 512 if is_interpreting() else 64
-    _walk_kernel[(cdiv(N, block_n),)](
+    _walk_kernel[(cdiv(N, block_n) * launch.num_groups,)](
         walk.logits,
         weights.before,
         operand(weights.bias),
@@ -236,7 +237,8 @@ def walk_on(
         R=R,
         BLOCK_N=block_n,
         BLOCK_R=max(16, min(128, power_of_two(R))),
-        COLS=launch.tile_cols,
+        COLS=launch.group_cols,
+        GROUPS=launch.num_groups,
         SHIFT=int(weights.is_shifted),
         MAP=token_map is not None,
         STORE=keeps_logits,

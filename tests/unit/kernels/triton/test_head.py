@@ -103,3 +103,31 @@ def test_a_rows_logits_and_token_do_not_depend_on_its_neighbours(run, draw, devi
         x[rows - 1] = row
         _, logits = run(x, weight, [], rows=rows, cols=cols)
         assert_same_bits(logits[rows - 1], alone[0])
+
+
+def test_columns_in_groups_choose_what_they_choose_in_one(
+    run, draw, poisoned, count, device, assert_same_bits
+):
+    x, weight = draw(64, D), draw(V, D)
+    parts, logits = -(-V // 16), poisoned(64, V, of=torch.float32)
+    tokens = torch.full((64,), -7, dtype=torch.int32, device=device)
+    sample(
+        x,
+        weight,
+        tokens,
+        torch.zeros(64, dtype=torch.int64, device=device),
+        torch.tensor([0.0, 0.9] * 32, device=device),
+        torch.arange(64, dtype=torch.int32, device=device) % 16 + 100,
+        count(45),
+        (poisoned(parts, 64, of=torch.float32), torch.zeros(parts, 64, dtype=torch.int32, device=device)),
+        TILE,
+        Launch(cols=64),
+        position_offset=1,
+        logits=logits,
+    )
+    assert tokens[45:].tolist() == [-7] * 19
+    assert logits[45:].isnan().all()
+    for start in (0, 32):
+        own, found = run(x[start : start + 16].contiguous(), weight, [0.0, 0.9] * 8, rows=13)
+        torch.testing.assert_close(logits[start : start + 13], found[:13])
+        assert torch.equal(tokens[start : start + 13], own[:13])

@@ -13,23 +13,27 @@ TILES = [Tile(16, 16, split=2, warps=2, stages=2), Tile(16, 16, split=1, warps=1
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("n", "k", "rows", "cols"), [(50, 72, 5, 8), (33, 64, 11, 16)])
+@pytest.mark.parametrize(("n", "k", "rows", "cols"), [(50, 72, 5, 8), (33, 64, 11, 16), (33, 64, 45, 64)])
 def test_projection_equals_its_twin(plain, draw, poisoned, count, tolerance, tile, n, k, rows, cols):
-    x, weight, norm = draw(16, k), draw(n, k, scale=k**-0.5), draw(k) + 1
-    out = poisoned(16, n)
+    x, weight, norm = draw(64, k), draw(n, k, scale=k**-0.5), draw(k) + 1
+    out = poisoned(64, n)
     project(x, weight, out, count(rows), tile, Launch(cols=cols), norm=norm, eps=EPS)
     expected = plain.linear(plain.rms_norm(x, norm, EPS), weight)
     torch.testing.assert_close(out[:rows], expected[:rows], atol=tolerance, rtol=tolerance)
     assert out[rows:].isnan().all()
 
 
-def test_projection_adds_to_the_residual_in_place_and_taps_the_sum(plain, draw, poisoned, count, tolerance):
-    x, weight, hidden = draw(16, 48), draw(40, 48, scale=0.1), draw(16, 40)
-    taps = poisoned(16, 3, 40)
+@pytest.mark.parametrize(("rows", "cols"), [(7, 16), (40, 64)])
+def test_projection_adds_to_the_residual_in_place_and_taps_the_sum(
+    plain, draw, poisoned, count, tolerance, rows, cols
+):
+    x, weight, hidden = draw(64, 48), draw(40, 48, scale=0.1), draw(64, 40)
+    taps, before = poisoned(64, 3, 40), hidden.clone()
     expected = (hidden.float() + plain.linear(x, weight).float()).to(x.dtype)
-    project(x, weight, hidden, count(7), TILES[0], Launch(), residual=hidden, tap=taps[:, 1])
-    torch.testing.assert_close(hidden[:7], expected[:7], atol=tolerance, rtol=tolerance)
-    assert torch.equal(taps[:7, 1], hidden[:7])
+    project(x, weight, hidden, count(rows), TILES[0], Launch(cols), residual=hidden, tap=taps[:, 1])
+    torch.testing.assert_close(hidden[:rows], expected[:rows], atol=tolerance, rtol=tolerance)
+    assert torch.equal(hidden[rows:], before[rows:])
+    assert torch.equal(taps[:rows, 1], hidden[:rows])
     assert taps[:, [0, 2]].isnan().all()
 
 

@@ -17,7 +17,7 @@ V, R, D = 83, 24, 20
 
 def make_rows(device, counts):
     def ints(values):
-        return torch.tensor(list(values) + [0] * (16 - len(values)), dtype=torch.int32, device=device)
+        return torch.tensor(list(values) + [0] * (64 - len(values)), dtype=torch.int32, device=device)
 
     starts = [sum(counts[:r]) for r in range(len(counts))]
     return Rows(
@@ -50,9 +50,9 @@ def spark(draw, device):
 
 def walked(weights, logits, hidden, ids, temperatures, rows, token_map=None, launch=None):
     launch = launch or Launch()
-    walk = Walk.allocate(logits.shape[1], logits.device)
+    walk = Walk.allocate(logits.shape[1], logits.device, len(logits))
     walk.logits[:] = logits
-    seeds = torch.arange(16, device=logits.device) + 2**40
+    seeds = torch.arange(len(logits), device=logits.device) + 2**40
     for step in range(1, 8):
         if step == 1:
             start_walk(walk)
@@ -106,6 +106,22 @@ def test_each_draft_follows_from_the_one_before(spark, draw, device, tolerance, 
             guess = features @ weights.confidence.float() + weights.confidence_bias.float()
             torch.testing.assert_close(walk.guesses[row], guess[0], atol=20 * tolerance, rtol=tolerance)
     assert torch.equal(ids[13:], anchors[13:])
+
+
+def test_columns_in_groups_are_walked_like_those_in_one(spark, draw, device, tolerance):
+    counts = [4, 1, 3, 8]
+    weights, logits, hidden = spark(), draw(64, V, of=torch.float32), draw(64, D)
+    ids = torch.randint(V, (64,), dtype=torch.int32, device=device)
+    anchors, cold = ids.clone(), torch.zeros(64, device=device)
+    walk = walked(weights, logits, hidden, ids, cold, make_rows(device, counts * 4), launch=Launch(64))
+    for start in (0, 48):
+        rows = slice(start, start + 16)
+        own = anchors[rows].clone()
+        alone = walked(weights, logits[rows], hidden[rows], own, cold[:16], make_rows(device, counts))
+        assert torch.equal(ids[rows], own)
+        torch.testing.assert_close(
+            walk.guesses[rows], alone.guesses[:16], atol=20 * tolerance, rtol=tolerance
+        )
 
 
 def test_a_confidence_head_may_do_without_the_token_before(spark, draw, device, tolerance):
