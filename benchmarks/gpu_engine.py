@@ -58,6 +58,10 @@ class Bench:
     def left(self) -> float:
         return float(self.args.budget) - (time.monotonic() - self.begin)
 
+    def many(self) -> list[int]:
+        """Return how many streams are tried at once."""
+        return [int(count) for count in self.args.streams.split(",")]
+
     def until(self, seconds: float) -> float:
         return time.monotonic() + (1e9 if self.args.tiny else seconds)
 
@@ -163,7 +167,7 @@ class Bench:
 
     def nano_streams(self) -> dict[str, Any]:
         """So many streams at once, drafts or none: what each says alone, tokens and logits."""
-        count, length = (2, 3) if self.args.tiny else (32, 128)
+        count, length = (2, 3) if self.args.tiny else (max(self.many()), 128)
         # Its layers are too small for some of the kernels that so wide launches are meant for: Triton's
         # take their place.
         programs.TRITON_ROWS, rows = MAX_ROWS, CudaLayers.most_rows
@@ -175,12 +179,12 @@ class Bench:
         ]
         expected, _ = self.hashed(llm, requests, self.until(60), k=0)
         result: dict[str, Any] = {"mismatches": 0}
-        for streams in (2,) if self.args.tiny else (4, 8, 16, 32):
+        for streams in (2,) if self.args.tiny else self.many():
             del llm
             llm = self.nano_engine("auto", max_num_seqs=streams)
-            for k in (0, 3) if self.args.tiny else (0, 3, 7, None):
+            for k in (0, 3) if self.args.tiny else (*map(int, self.args.drafts.split(",")), None):
                 name = f"{streams} streams, k={'auto' if k is None else k}"
-                result[name] = self.compared(llm, requests[: max(8, streams)], expected, k)
+                result[name] = self.compared(llm, requests[:streams], expected, k)
                 result["mismatches"] += result[name]["mismatches"]
             result[f"{streams} streams, launches"] = llm.engine.programs.most_rows
         programs.TRITON_ROWS, CudaLayers.most_rows = WIDE, rows
@@ -213,7 +217,7 @@ class Bench:
                 shape=shape,
                 kernels=self.args.kernels,
                 max_model_len=long,
-                max_num_seqs=16,
+                max_num_seqs=max(16, *self.many()),
                 kv_cache_memory_bytes=None if self.args.tiny else 16 << 30,
                 enable_prefix_caching=False,
                 prefill_chunk_size=256 if self.args.tiny else self.args.chunk or None,
@@ -315,8 +319,8 @@ class Bench:
         result: dict[str, Any] = {"synthetic": True}
         self.xs()
         prompt, new = (16, 6) if self.args.tiny else (512, 257)
-        for count in (1, 2) if self.args.tiny else (4, 8, 16, 1, 2):
-            for label in ("0", "3", "5", "7", "auto at first", "auto"):
+        for count in (1, 2) if self.args.tiny else self.many():
+            for label in (*self.args.drafts.split(","), "auto at first", "auto"):
                 if self.left() < 8:
                     break
                 k = None if label.startswith("auto") else int(label)
@@ -380,7 +384,7 @@ class Bench:
         """Logits of the shape with so many streams at once, drafts or none: what each says alone."""
         engine: Any = self.xs().engine
         tiny, vocab = self.args.tiny, engine.target.config.vocab_size
-        length, most = (3, 2) if tiny else (self.args.hash_tokens, 32)
+        length, most = (3, 2) if tiny else (self.args.hash_tokens, max(self.many()))
         config = replace(
             engine.config, speculative=None, max_num_seqs=most, max_model_len=128 if tiny else 1024
         )
@@ -396,8 +400,8 @@ class Bench:
             "mismatches": 0,
             "synthetic": True,
         }
-        for streams in (2,) if tiny else (4, 8, 16, 32):
-            for k in (0, 3) if tiny else (0, 1, 3, 5, 7):
+        for streams in (2,) if tiny else self.many():
+            for k in (0, 3) if tiny else map(int, self.args.drafts.split(",")):
                 name = f"{streams} streams, k={k}"
                 result[name] = self.compared(llm, requests[:streams], expected, k)
                 result["mismatches"] += result[name]["mismatches"]
@@ -499,6 +503,10 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=0, help="most prompt rows a step; 0: the engine's own")
     parser.add_argument("--nano-requests", type=int, default=400)
     parser.add_argument("--nano-drafts", default="7", help="draft lengths, or auto, with commas")
+    parser.add_argument("--streams", default="1,2,4,8,16", help="at once, in parts with many")
+    parser.add_argument(
+        "--drafts", default="0,3,5,7", help="draft lengths beside the engine's own, in the same parts"
+    )
     parser.add_argument("--hash-requests", type=int, default=3, help="at once, of the hashes part")
     parser.add_argument("--hash-tokens", type=int, default=48, help="of each")
     parser.add_argument("--soak-steps", type=int, default=20_000)
