@@ -316,3 +316,25 @@ def test_what_fits_keeps_to_the_shared_memory_of_a_card(launched, monkeypatch, r
             counts.add(len(found))
         assert len(counts) == 1
     assert len(launched(2048, 256, 512, 8, 16)) == (5 if room > 200_000 else 1 if has_bulk else 2)
+
+
+@pytest.mark.parametrize("room", [232_448, 101_376])
+@pytest.mark.parametrize("has_bulk", [True, False])
+def test_wide_products_keep_to_the_shared_memory_of_a_card(monkeypatch, room, has_bulk):
+    found = []
+    monkeypatch.setattr(products, "shared_memory", lambda device: room)
+    monkeypatch.setattr(products, "has_bulk_copies", lambda device: has_bulk)
+    monkeypatch.setattr(products, "launch_kernel", lambda *args: found.append(args[3]))
+
+    def empty(*size, of=torch.bfloat16):
+        return torch.empty(size, dtype=of, device="meta")
+
+    n = empty(1, of=torch.int32)
+    for k in (1024, 1792, 2048, 3072, 8192):
+        for cols in (32, 64):
+            x, weight, out = empty(MAX_ROWS, k), empty(512, k), empty(MAX_ROWS, 512)
+            if products.fits_project(weight):
+                products.project(x, empty(k), weight, out, n, EPS, Launch(cols))
+            products.project_add(x, weight, out, n, Launch(cols))
+    assert len(found) > 10
+    assert all(size <= room for size in found)
