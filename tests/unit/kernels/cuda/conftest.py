@@ -13,10 +13,16 @@ if not HAS_GPU and shutil.which("g++") is None:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     if not HAS_GPU:
-        from lean_laguna.kernels.cuda import attention, packed_products, products, prompt_attention
+        from lean_laguna.kernels.cuda import (
+            attention,
+            packed_products,
+            products,
+            prompt_attention,
+            prompt_experts,
+        )
         from support.cuda_emulation import emulate
 
-        for module in (attention, products, packed_products, prompt_attention):
+        for module in (attention, products, packed_products, prompt_attention, prompt_experts):
             monkeypatch.setattr(module, "launch_kernel", emulate)
 
 
