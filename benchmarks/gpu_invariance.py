@@ -262,7 +262,9 @@ class Invariance(Bench):
 
     def times(self) -> dict[str, Any]:
         """Return microseconds a step of every class and case, by number of rows."""
-        cases = list(self.cases())
+        # What engines run comes first, and what is only tried here last: a fault ends all that is after it.
+        only_here = {f"CUDA {label}" for label, constants in CUDA.items() if constants}
+        cases = sorted(self.cases(), key=lambda case: case[1] in only_here)
         self.place([1], [self.context])
         self.compile_all(cases)
         found: dict[str, dict[str, Any]] = {}
@@ -272,20 +274,37 @@ class Invariance(Bench):
             if self.left() < 4:
                 entry["error"] = "skipped: out of time"
                 continue
-            replays: dict[int, Run] = {}
-            for rows in self.rows:
-                try:
-                    self.place([rows], [self.context])
-                    if name in EXPERTS:
-                        self.route(rows)
-                    is_cuda = what.startswith("CUDA")
-                    key = rows if what == "library" else self.columns(rows, is_cuda=is_cuda)
-                    if key not in replays:
-                        replays[key] = self.graph(at(rows))
-                    entry[str(rows)] = round(self.time_us(replays[key], 10), 1)
-                except Exception as error:
-                    entry["error"] = repr(error)[:200]
+            try:
+                self.time_case(name, what, at, entry)
+            except Exception as error:
+                entry["error"] = repr(error)[:200]
+                print(f"{name}: {what}: {entry['error']}", flush=True)
+                if not self.still_runs():
+                    break
         return found
+
+    def time_case(self, name: str, what: str, at: Callable[[int], Run], entry: dict[str, Any]) -> None:
+        """Time one case at every number of rows into ``entry``."""
+        replays: dict[int, Run] = {}
+        for rows in self.rows:
+            self.place([rows], [self.context])
+            if name in EXPERTS:
+                self.route(rows)
+            is_cuda = what.startswith("CUDA")
+            key = rows if what == "library" else self.columns(rows, is_cuda=is_cuda)
+            if key not in replays:
+                replays[key] = self.graph(at(rows))
+            entry[str(rows)] = round(self.time_us(replays[key], 10), 1)
+
+    def still_runs(self) -> bool:
+        """Say whether the card takes anything after an error: a kernel's fault ends it for the process."""
+        try:
+            self.sync()
+            self.inputs.input_ids.clone()
+        except RuntimeError:
+            self.found["errors"]["fault"] = "a kernel ended the process's use of the card"
+            return False
+        return True
 
     def cuda_sources(self) -> dict[str, int]:
         """Ask for the CUDA C++ kernels of every case without a GPU; return how many each case launches."""

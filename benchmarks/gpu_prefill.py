@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from random_model import TINY, XS, Maker
 from torch import Tensor
 
-from lean_laguna.kernels.cuda import driver
+from lean_laguna.kernels.cuda import driver, prompt_experts
 from lean_laguna.kernels.cuda.prompt_attention import attend_block, has_warpgroups
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillStep
@@ -315,13 +315,14 @@ class Bench:
             run = partial(self.whole, step, max(self.lengths), chunk)
             out[f"Triton and the library, chunks of {chunk}"] = round(self.time_ms(run, 2), 2)
         for chunk in self.chunks if self.attend_block is not None else ():
-            run = self.graphed(chunk)
-            out[f"graphs, chunks of {chunk}"] = round(self.time_ms(run, 5), 2)
+            for name, experts in (("graphs", None), ("graphs, experts in CUDA C++ too", prompt_experts)):
+                run = self.graphed(dataclasses.replace(self.step(chunk), experts=experts), chunk)
+                out[f"{name}, chunks of {chunk}"] = round(self.time_ms(run, 5), 2)
         return out
 
-    def graphed(self, chunk: int) -> Run:
+    def graphed(self, step: PrefillStep, chunk: int) -> Run:
         """Return a run of the longest prompt whose chunks are one graph."""
-        step, tables = self.step(chunk), tuple(table[0] for table in self.caches.tables)
+        tables = tuple(table[0] for table in self.caches.tables)
         ids, long = self.scratch.input_ids, max(self.lengths)
         replay = self.graph(partial(step.launch, ids, step.spans(chunk)[0][2], chunk, tables))
 

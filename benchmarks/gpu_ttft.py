@@ -29,7 +29,7 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.gpu_prompts import ChunkPrompts
 from lean_laguna.engine.llm import LLM
 
-CHECKED = (1, 200, 300, 700, 1500, 2048, 2112, 5000)
+CHECKED = (1, 200, 300, 700, 1500, 2048, 2112, 5000, 10300)
 
 
 class Bench:

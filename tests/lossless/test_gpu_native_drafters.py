@@ -13,7 +13,9 @@ import pytest
 
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine.gpu_costs import RowCosts
 from lean_laguna.engine.llm import LLM
+from lean_laguna.spec.draft_schedule import StepCosts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,11 +97,19 @@ def test_a_drafter_changes_nothing_at_a_fixed_length_or_scheduled(engine, name):
         assert accepted > 0 or num_drafts is None
 
 
-def test_drafts_cut_by_confidence_change_nothing(engine):
-    if engine.engine.controller.schedule is None:
+def test_drafts_cut_by_confidence_change_nothing(engine, monkeypatch):
+    controller = engine.engine.controller
+    if controller.schedule is None:
         assert engine.engine.proposer.drafter.config.dspark is None
         return
+
+    def choose(batch, context_len, *, may_schedule):
+        controller.schedule.costs = StepCosts([1.0] * 16, 0.2)
+        return 7
+
     expected, _ = engine.run(0, 400)
+    monkeypatch.setattr(controller, "choose", choose)
+    monkeypatch.setattr(engine.engine._prices, "costs", RowCosts([[float(k) for k in range(17)]] * 2))
     found, _ = engine.run(None, 400)
     again, _ = engine.run(None, 400)
     assert found == expected == again

@@ -43,7 +43,7 @@ class DraftLengths:
             chosen = self.controller.choose(len(following), self._context_len, may_schedule=is_alone)
         schedule = self.controller.schedule
         if schedule is not None and not following:
-            schedule.costs = None
+            schedule.costs, schedule.wants_chances = None, False
         self.num_made_tokens = chosen if schedule is not None and schedule.costs is not None else None
         lengths = [
             min(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import sqrt
 from typing import Any
 
 from lean_laguna.spec.draft_shape import StepShape
@@ -20,7 +21,8 @@ _LEAST_FOR_SPREAD, _QUARTILES = 5, 1.35  # standard deviations between the quart
 _DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
 _PRIOR_RATE = 0.8  # acceptance of the first draft before any was seen
 _PRIOR_WEIGHT = 2.0  # drafts that the prior counts for
-_HOPED_RATE, _HOPED_WEIGHT = 0.95, 4.0  # the same, where the question is whether drafting could still pay
+_LEAST_RATE = 0.05  # as far as errors go
+_ALIKE = 2.0  # drafts of one text that tell as much as one of many
 _SURPRISE = 2.0  # summed misses of the expectation, in whole drafts, that mean the text has changed
 _EXPECT_EVERY = 4  # blocks, between looks at what is expected
 _KEPT_AFTER_SURPRISE = 0.2  # weight that the past keeps then
@@ -203,21 +205,41 @@ class AcceptanceRates:
         self._deficit = max(0.0, self._deficit - (gap + slack) / (num_draft_tokens + 1))
         return max(self._surplus, self._deficit) > _SURPRISE
 
-    def tokens_per_step(self, *, hoped: bool = False) -> list[float]:
+    def tokens_per_step(self) -> list[float]:
         """Return the expected tokens of a step, bonus included, for 0, 1, 2, ... drafts.
 
         A position is pulled towards the one before it, the first towards a constant, by two drafts' weight.
-
-        Args:
-            hoped: What could be expected at best, as long as little was seen.
         """
-        rate, weight = (_HOPED_RATE, _HOPED_WEIGHT) if hoped else (_PRIOR_RATE, _PRIOR_WEIGHT)
+        rate, weight = _PRIOR_RATE, _PRIOR_WEIGHT
         expected, reached = [1.0], 1.0
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
             rate = (accepted + weight * rate) / (tried + weight)
             reached *= rate
             expected.append(expected[-1] + reached)
         return expected
+
+    def gain_error(self, length: int, other: int, *, first: int = 0) -> float:
+        """Return how far off the logarithm of one length's tokens over another's may be: a standard error.
+
+        Args:
+            length: Drafts.
+            other: Drafts of what it is compared with.
+            first: Leave out what is not known of the drafts before this one.
+        """
+        rate, reached, chances, doubts = _PRIOR_RATE, 1.0, [], []
+        for index in range(max(length, other)):
+            weight = self._tried[index] + _PRIOR_WEIGHT
+            rate = (self._accepted[index] + _PRIOR_WEIGHT * rate) / weight
+            reached *= rate
+            chances.append(reached)
+            doubts.append((1.0 - rate) / (max(rate, _LEAST_RATE) * (weight / _ALIKE)))
+        tokens, others = 1.0 + sum(chances[:length]), 1.0 + sum(chances[:other])
+        beyond = beyond_other = variance = 0.0
+        for index in range(len(chances) - 1, first - 1, -1):
+            beyond += chances[index] if index < length else 0.0
+            beyond_other += chances[index] if index < other else 0.0
+            variance += (beyond / tokens - beyond_other / others) ** 2 * doubts[index]
+        return sqrt(variance)
 
     def copy(self) -> AcceptanceRates:
         """Return an estimate of its own with the same counts."""

@@ -6,15 +6,16 @@ likely best, by what steps usually cost beside each other; what has been measure
 batch sizes and context lengths. It can be kept in a profile, one per machine, models and precision.
 
 Bound: trials of other lengths cost at most `Policy.start_steps` steps and `Policy.explore_share` of the time,
-and a better length is taken up when it gains more than `Policy.hysteresis`. So with true estimates decoding
-is at most the sum of the two shares slower than the best length, plain decoding among them.
+and another length is taken up when it gains more than `Policy.hysteresis` and what chance may make of what
+was seen. So with true estimates decoding is at most the sum of the two shares slower than the best length,
+plain decoding among them, and where lengths are about as good it stays with what was likely best at first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from math import inf, sqrt
+from functools import cache, partial
+from math import sqrt
 from typing import Any
 
 from lean_laguna.core.config import DraftLength
@@ -28,11 +29,20 @@ from lean_laguna.spec.scheduled_steps import ScheduledSteps
 PROFILE_VERSION = 1
 _CONTEXT_UNIT = 1024
 _PLAN_AFTER = ((16, 1), (128, 4))  # until so many steps of a kind, steps between looks at all lengths
-_PLAN_EVERY = 16  # choices, from then on: a look costs as much as some kernels
+_PLAN_EVERY = 16, 128  # choices from then on, at first and at most, doubled by each that changes nothing
+_LONGEST_PLAN, _PLAN_OFF = 512, 64  # steps that this comes to at most; and while off: drafting must be tried
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
-_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = 5e-5, 0.01, 32  # what learning takes, and may take of a step
+_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = (
+    1.5e-4,
+    0.003,
+    64,
+)  # what learning takes, and may take of a step
+_LEARN_AGAIN = 64  # steps that all teach where the text is another
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
+_USUAL_SPREAD, _USUAL_WEIGHT = 0.1, 4  # of step times, and the steps that it counts for
+_OF_MEDIAN = 1.57  # variance of a median over that of a mean
+_AGED = 0.05  # by so much a length's time may have changed in the steps of its patience
 _LEAST_STEP_S = 1e-9  # a clock may read nothing
 
 
@@ -44,13 +54,22 @@ class _Cell:
         self.trials = Trials(policy)
         self.current: int | None = None
         self.rates: list[float] = []  # tokens per second of one sequence by draft length, as of the last plan
-        self.plan_left = 0
+        self.plan_left, self.plan_every = 0, _PLAN_EVERY[0]
+        self.is_after_trial = False
         self.num_steps = 0
+        self.learns_until = _PLAN_AFTER[-1][0]  # the number of steps from which on not all teach
         self.stride = 1  # steps of which one teaches, and for which one choice is made
         self.length = self.num_to_repeat = 0  # the choice at hand, and for how many steps more
         self.costs: StepCosts | None = None
         self.wants_chances = False
         self.scheduled = ScheduledSteps()
+
+    def begin_anew(self) -> None:
+        """Look at everything again in the next step: the text is another."""
+        self.plan_left = self.num_to_repeat = 0
+        self.plan_every, self.stride = _PLAN_EVERY[0], 1
+        self.learns_until = max(self.learns_until, self.num_steps + _LEARN_AGAIN)
+        self.scheduled.start_anew()
 
     @property
     def is_timed(self) -> bool:
@@ -113,7 +132,7 @@ class DraftLengthController:
             may_schedule: False where others share the step.
         """
         if self.schedule is not None:
-            self.schedule.costs = None
+            self.schedule.costs, self.schedule.wants_chances = None, False
         if self._fixed is not None:
             return self._fixed
         self._last_key = key = _key(batch, context_len)
@@ -122,7 +141,11 @@ class DraftLengthController:
             cell.length, is_trial = self._choose_fixed(key, cell)
             if self.schedule is not None:
                 self._schedule(cell, batch, is_open=not is_trial and may_schedule)
-            cell.num_to_repeat = cell.stride if not is_trial and cell.trials.pending is None else 1
+            is_after_trial, cell.is_after_trial = (
+                cell.is_after_trial,
+                cell.is_after_trial and cell.plan_left > 0,
+            )
+            cell.num_to_repeat = 1 if cell.trials.pending is not None or is_after_trial else cell.stride
         cell.num_to_repeat -= 1
         if self.schedule is not None:
             self.schedule.costs, self.schedule.wants_chances = cell.costs, cell.wants_chances
@@ -144,57 +167,77 @@ class DraftLengthController:
             return cell.current, False
         known = self._estimates(key, cell)
         cell.rates = rates = self._tokens_per_s(cell, known)
-        cell.current = current = self._best(key, cell, known, rates)
-        if cell.num_steps >= _PLAN_AFTER[-1][0]:
+        before, cell.current = cell.current, self._best(cell, known, rates)
+        current = cell.current
+        if before is None:
+            cell.trials.home = current
+        if cell.num_steps >= cell.learns_until:
             stride = int(_LEARNING_S / (_LEARNING_SHARE * known.step_s[current]))
             cell.stride = max(1, min(_LONGEST_STRIDE, stride))
-        cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), _PLAN_EVERY) - 1
         trial = cell.trials.choose(known, current)
+        is_calm = trial is None and current == before and current > 0
+        most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // cell.stride))
+        cell.plan_every = min(most, 2 * cell.plan_every) if is_calm else _PLAN_EVERY[0]
+        if not current:
+            cell.plan_every = max(1, _PLAN_OFF // cell.stride)
+        cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), cell.plan_every) - 1
         return (current, False) if trial is None else (trial, True)
 
     def _estimates(self, key: tuple[int, int], cell: _Cell) -> Estimates:
+        current, rates = cell.current, self._acceptance(key[0])
         lengths = range(self.max_draft_tokens + 1)
-        likely_s, alike = {}, []
-        if cell.current and cell.times.count(cell.current):
-            others = [k for k in lengths[1:] if k != cell.current]
-            likely_s = {k: sum(cell.times.likely(k, cell.current)) for k in others}
-            alike = [k for k in others if self.shape.are_alike(2 ** key[1], k, cell.current)]
-        return Estimates(
-            self._acceptance(key[0]).tokens_per_step(),
-            [self._step_s(cell, k, likely_s if k in alike else {}) for k in lengths],
-            [cell.times.count(k) or bool(cell.lender and cell.lender.count(k)) for k in lengths],
-            cell.times.spread(cell.current) if cell.current is not None else 0.0,
-            likely_s,
-            alike,
-        )
+        counts = [cell.times.count(k) or bool(cell.lender and cell.lender.count(k)) for k in lengths]
+        if current is None or not cell.times.count(current):
+            step_s = [max(_LEAST_STEP_S, sum(cell.times.estimate(k))) for k in lengths]
+            return Estimates(rates.tokens_per_step(), step_s, counts)
+        noise = _noise(cell.times, current)
+        times = [self._time(key, cell, k, noise) for k in lengths]
+        own = noise / cell.times.count(current)
 
-    @staticmethod
-    def _step_s(cell: _Cell, length: int, likely_s: Mapping[int, float]) -> float:
-        """Return what a step takes; half by the length in use where they are alike: it is known best now."""
-        own = sum(cell.times.estimate(length))
-        return max(_LEAST_STEP_S, sqrt(own * likely_s[length]) if length in likely_s else own)
+        # Each takes as long as the rest of a plan; most lengths are out of the question.
+        @cache
+        def error(k: int) -> float:
+            return sqrt(times[k][1] + own + rates.gain_error(k, current) ** 2)
+
+        @cache
+        def doubt(k: int) -> float:
+            return sqrt(times[k][1] + rates.gain_error(k, current, first=current) ** 2)
+
+        return Estimates(rates.tokens_per_step(), [time_s for time_s, _ in times], counts, error, doubt)
+
+    def _time(self, key: tuple[int, int], cell: _Cell, length: int, noise: float) -> tuple[float, float]:
+        """Return what a step takes, by what was seen of it and of the length in use, and its variance."""
+        current, times = cell.current, cell.times
+        assert current is not None
+        own_s = max(_LEAST_STEP_S, sum(times.estimate(length)))
+        if length == current:
+            return own_s, 0.0
+        by_shape = self.shape.doubt(2 ** key[1], length, current) ** 2
+        count = times.count(length)
+        if not count:
+            return own_s, by_shape
+        seen = noise / count + (_AGED * cell.trials.age(length) / cell.trials.patience(length)) ** 2
+        likely_s = max(_LEAST_STEP_S, sum(times.likely(length, current)))
+        share = by_shape / (by_shape + seen)
+        return own_s**share * likely_s ** (1 - share), share * seen
 
     def _tokens_per_s(self, cell: _Cell, known: Estimates) -> list[float]:
         """Return expected tokens per second of one sequence by draft length; scheduled where it can be."""
         rates = [tokens / step_s for tokens, step_s in zip(known.tokens, known.step_s, strict=True)]
         return [rates[0], *(rate * cell.scheduled.gain for rate in rates[1:])]
 
-    def _best(self, key: tuple[int, int], cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
+    def _best(self, cell: _Cell, known: Estimates, rates: Sequence[float]) -> int:
         """Return the length to use from here on: another than before only where it promises enough."""
         if cell.current is None:
             sure = [
                 rate if count else rate / _UNSEEN for rate, count in zip(rates, known.counts, strict=True)
             ]
             return max(range(len(sure)), key=lambda k: (sure[k], -k))
-        least = [1 + cell.trials.least_gain(known, k) for k in range(len(rates))]
-        least[cell.current] = 1.0
-        if cell.current:
-            # Plain steps tell nothing of drafts, so there must be evidence before drafting ends.
-            hoped = self._acceptance(key[0]).tokens_per_step(hoped=True)
-            if rates[0] <= max(hoped[k] / known.step_s[k] for k in range(1, len(hoped))):
-                least[0] = inf
-        worth = [rate / gain for rate, gain in zip(rates, least, strict=True)]
-        return max(range(len(worth)), key=lambda k: (worth[k], -k))
+        best, worth = cell.current, rates[cell.current]
+        for k, rate in enumerate(rates):
+            if rate > rates[cell.current] and rate / (1 + cell.trials.least_gain(known, k)) > worth:
+                best, worth = k, rate / (1 + cell.trials.least_gain(known, k))
+        return best
 
     @property
     def is_fixed(self) -> bool:
@@ -252,7 +295,7 @@ class DraftLengthController:
         rates = self._acceptance(key[0])
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
             if rates.add(drafted, num_accepted, chances):
-                cell.plan_left = cell.num_to_repeat = 0
+                cell.begin_anew()
         is_cut = num_made_tokens not in (None, num_draft_tokens)
         is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
         is_usual |= is_trial and not cell.times.count(num_draft_tokens)  # about right, better than unknown
@@ -266,9 +309,12 @@ class DraftLengthController:
         )
         emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
         worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
-        if cell.trials.observe(num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current):
+        num_steps = 1 if is_trial else cell.stride
+        if cell.trials.observe(
+            num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current, num_steps=num_steps
+        ):
             cell.plan_left = _STEPS_BETWEEN if cell.num_steps > _PLAN_AFTER[0][0] else 0
-            cell.num_to_repeat = 0
+            cell.num_to_repeat, cell.is_after_trial = 0, True
         if cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)
             cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)
@@ -358,6 +404,14 @@ class DraftLengthController:
                 AcceptanceRates(self.max_draft_tokens) if nearest is None else self._rates[nearest].copy()
             )
         return self._rates[context]
+
+
+def _noise(times: StepTimes, length: int) -> float:
+    """Return the variance of one step's time, as a share, as far as it was seen."""
+    count = times.count(length)
+    seen = count * times.spread(length) ** 2 if times.spread(length) else 0.0
+    weight = count if times.spread(length) else 0
+    return _OF_MEDIAN * (seen + _USUAL_WEIGHT * _USUAL_SPREAD**2) / (weight + _USUAL_WEIGHT)
 
 
 def _key(batch: int, context_len: int) -> tuple[int, int]:

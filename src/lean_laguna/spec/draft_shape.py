@@ -9,9 +9,10 @@ from lean_laguna.spec.draft_schedule import ROW_TILES
 
 # Of a one-row pass, what each further row adds, and each of its tile: 0.07 to 0.11 in all, CPU and H200.
 _PER_ROW, _PER_TILED_ROW = 0.04, 0.04
-NEAR = 2
-"""Drafts more or fewer that take about as long, where products are of the same size."""
 _DRAFT, _DRAFT_PER_ROW = 0.3, 0.01  # a drafter's pass, and each row of it
+
+# How far off it may be: for each row, up to four, in products of one size; in others; of plain steps.
+_DOUBT_WITHIN, _FAR_WITHIN, _DOUBT, _DOUBT_OF_PLAIN = 0.015, 4, 0.15, 0.5
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class StepShape:
         draft = sum(_DRAFT + _DRAFT_PER_ROW * count for count in launches) if num_draft_tokens else 0.0
         return draft, sum(map(self._verifying, launches))
 
-    def are_alike(self, batch: int, length: int, other: int) -> bool:
-        """Say whether steps of two draft lengths are close and run products of the same size."""
-        return abs(length - other) <= NEAR and self._tiled(batch * (1 + length)) == self._tiled(
-            batch * (1 + other)
-        )
+    def doubt(self, batch: int, length: int, other: int) -> float:
+        """Return how far off the times of a length by another's may be, as a share."""
+        if not length or not other:
+            return _DOUBT_OF_PLAIN
+        is_same = self._tiled(batch * (1 + length)) == self._tiled(batch * (1 + other))
+        return _DOUBT_WITHIN * min(_FAR_WITHIN, abs(length - other)) if is_same else _DOUBT
 
     def _verifying(self, rows: int) -> float:
         return 1 + _PER_ROW * (rows - 1) + _PER_TILED_ROW * (self._tiled(rows) - 1)

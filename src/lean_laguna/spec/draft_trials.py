@@ -1,25 +1,27 @@
-"""When another draft length is worth a step: where it could be better, and as far as the time for it goes.
+"""When another draft length is worth a step, or worth a change: by what it gains and how well that is known.
 
-A length whose time is not known well is tried where it would be better if that turned out short. Trials pay
-with the time that they really lost, out of a budget that grows with the time spent.
+A length is tried where it would be better if what a trial tells of turned out well. Trials pay with the time
+that they really lost, out of a budget that grows with the time spent. It is taken up only where its gain
+stands out from what chance may make of it; the length begun with is gone back to for any gain, as it is the
+one that is likely best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import exp, inf
 
-_DOUBT = (0.15, 0.1, 0.06, 0.05, 0.04, 0.03, 0.0)  # of a time seen so often: by so much it may be shorter
-_DOUBT_OF_OLD = 0.05  # of a time seen some steps ago: the machine may have been slower
-_DOUBT_OF_NONE = 0.8  # of plain steps never seen: verifying may cost by the row
 _LEAD_WAITS = 2, 64  # plain steps until drafting is tried: at first, and at most, doubled by each failure
 _GIVEN_UP_AFTER = 8  # steps after a trial's, more than any engine runs ahead
-_STANDARD_ERRORS = 1.25  # of a median, in those of a mean
-_LEAST_GAINS = (inf, 0.1, 0.05, 0.0)  # of a length whose time was observed 0, 1, 2, 3 times
-_CLOSE, _CLOSE_WAIT = 0.8, 16  # where drafting is expected to earn that share of plain steps, wait no longer
+_SURE, _SURE_OF_HOME = 1.5, 0.0  # errors by which a gain must stand out to be taken, and to go back
+_CLOSE = (
+    (0.8, 16),
+    (0.92, 6),
+)  # share of plain steps that drafting may earn, and the longest wait then
 _DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
-_ODD = 2.0  # times what the shape says: a busy moment, more likely than what a length takes
+_TELLING = 0.35  # share of what is not known of a gain that a trial must be about
+_FAR = 0.6  # of the rate in use, below which a length is not looked at
 _LEAST_STEPS = 2  # before any trial: the first step of all tells little
 
 
@@ -31,17 +33,18 @@ class Policy:
         explore_share: Share of decode time that trying other lengths may cost, as measured, in [0, 1].
         hysteresis: Gain in tokens per second that a change of length must promise.
         start_steps: Time that may be spent on trials at once, in steps, where little is known.
-        recheck_steps: Steps after which the time of a length is known less well.
-        recheck_close_steps: The same at first, where it is about as good as the one in use; longer each time.
+        recheck_close_steps: Steps after which the time of a length is known less well, at first; doubled by
+            each trial.
+        recheck_steps: Half of what that grows to.
         fresh_steps: Age of an observation that a change of length may rest on.
         max_saved_steps: Exploration time that may be saved up, in steps at the present length.
     """
 
-    explore_share: float = 0.02
+    explore_share: float = 0.01
     hysteresis: float = 0.02
     start_steps: float = 1.5
-    recheck_steps: int = 256
     recheck_close_steps: int = 32
+    recheck_steps: int = 256
     fresh_steps: int = 64
     max_saved_steps: float = 2.0
 
@@ -54,17 +57,15 @@ class Estimates:
         tokens: Of one sequence in a step.
         step_s: Seconds of a step.
         counts: Observations that the seconds rest on.
-        spread: How far one of them is usually off, as a share.
-        likely_s: Seconds of steps by those of the length in use, as far as the usual shape is right.
-        alike: Lengths whose steps are like those of the length in use.
+        error: Returns how far off the gain of a length over the one in use may be: of its logarithm.
+        doubt: Returns the part of it that a trial of the length would tell of.
     """
 
     tokens: Sequence[float]
     step_s: Sequence[float]
     counts: Sequence[int]
-    spread: float = 0.0
-    likely_s: Mapping[int, float] = field(default_factory=dict)
-    alike: Collection[int] = ()
+    error: Callable[[int], float] = lambda k: 0.0
+    doubt: Callable[[int], float] = lambda k: 0.0
 
 
 @dataclass
@@ -75,11 +76,13 @@ class Trials:
         policy: How bold to be.
         saved_s: Seconds that trials may lose now; None before the first step.
         pending: Length tried and not heard of yet.
+        home: Length begun with, where nothing was measured.
     """
 
     policy: Policy
     saved_s: float | None = None
     pending: int | None = None
+    home: int | None = None
     _num_steps: int = 0
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class Trials:
             cost_s = known.step_s[k] - known.tokens[k] / rate
             if current == 0:
                 self._dear_s = cost_s  # there is no other way to see that drafting pays again
-            if cost_s <= self.saved_s:
+            if cost_s <= max(0.0, self.saved_s):
                 self.pending, self._waited = k, 0
                 self._disturbed_until = self._num_steps + _DISTURBED
                 return k
@@ -121,14 +124,14 @@ class Trials:
         if current == 0:
             # While off, only trying shows that drafting pays again.
             lead = max(range(1, len(rates)), key=lambda k: rates[k], default=0)
-            wait = self._lead_wait if rates[lead] < _CLOSE * rates[0] else min(self._lead_wait, _CLOSE_WAIT)
+            wait = min([self._lead_wait, *(w for share, w in _CLOSE if rates[lead] >= share * rates[0])])
             return [(lead, inf)] if lead and self._num_steps - self._last_draft >= wait else []
-        doubts = {k: self._doubt(known, k) for k in range(len(rates)) if k != current}
+        least = rates[current] * (1 + self.policy.hysteresis)
         hoped = [
-            (k, max(rates[k] / (1 - doubt), self._rate_by_shape(known, k)))
-            for k, doubt in doubts.items()
-            if self._num_steps >= self._not_before.get(k, 0)
-            if doubt or self.least_gain(known, k) > self.policy.hysteresis
+            (k, rates[k] * exp(known.doubt(k)))
+            for k in range(len(rates))
+            if k != current and rates[k] > _FAR * least and self._num_steps >= self._not_before.get(k, 0)
+            if known.doubt(k) >= _TELLING * known.error(k)
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
 
@@ -136,30 +139,16 @@ class Trials:
         """Return the steps since a length was seen."""
         return self._num_steps - self._last_seen.get(k, 0)
 
-    def _rate_by_shape(self, known: Estimates, k: int) -> float:
-        """Return the tokens per second of a length by what the one in use takes, if its own time is old."""
-        is_old = self.age(k) > self._patience.get(k, self.policy.recheck_close_steps)
-        likely_s = known.likely_s.get(k, 0.0)
-        is_odd = k in known.alike or known.step_s[k] > _ODD * likely_s
-        return known.tokens[k] / likely_s if is_old and is_odd and likely_s > 0 else 0.0
+    def patience(self, k: int) -> int:
+        """Return the steps after which the time of a length is known less well."""
+        return self._patience.get(k, self.policy.recheck_close_steps)
 
     def least_gain(self, known: Estimates, k: int) -> float:
-        """Return the gain that a length must promise to be taken up, by what its time rests on."""
-        count = known.counts[k]
-        if not count or self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
+        """Return the gain that a length must promise to be taken up, by what is known of it."""
+        if not known.counts[k] or self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
             return inf
-        usual = self.policy.hysteresis + _STANDARD_ERRORS * known.spread / sqrt(count)
-        return max(usual, _LEAST_GAINS[min(count, len(_LEAST_GAINS) - 1)])
-
-    def _doubt(self, known: Estimates, k: int) -> float:
-        count = min(known.counts[k], len(_DOUBT) - 1)
-        if not count and not k:
-            return _DOUBT_OF_NONE
-        age = self.age(k)
-        if count and age > self.policy.recheck_steps:
-            return _DOUBT[1]
-        patience = self._patience.get(k, self.policy.recheck_close_steps)
-        return max(_DOUBT[count], _DOUBT_OF_OLD if age > patience else 0.0)
+        sure = _SURE if k != self.home else _SURE_OF_HOME
+        return exp(self.policy.hysteresis + sure * known.error(k)) - 1.0
 
     @property
     def is_waiting(self) -> bool:
@@ -173,7 +162,14 @@ class Trials:
         return self.pending is not None
 
     def observe(
-        self, num_draft_tokens: int, step_s: float, usual_s: float, worth_s: float, *, is_off: bool
+        self,
+        num_draft_tokens: int,
+        step_s: float,
+        usual_s: float,
+        worth_s: float,
+        *,
+        is_off: bool,
+        num_steps: int = 1,
     ) -> bool:
         """Account for a step; returns whether it was a trial.
 
@@ -183,8 +179,9 @@ class Trials:
             usual_s: Seconds that such steps take.
             worth_s: Seconds in which the length in use earns as many tokens.
             is_off: The length in use is 0.
+            num_steps: Steps that it stands for, where not all are told of.
         """
-        self._num_steps += 1
+        self._num_steps += num_steps
         self._last_seen[num_draft_tokens] = self._num_steps
         if num_draft_tokens:
             self._last_draft = self._num_steps
@@ -193,7 +190,7 @@ class Trials:
         most = max(self._dear_s, self.policy.max_saved_steps * usual_s)
         if self.pending is None or num_draft_tokens != self.pending:
             lost_s = max(0.0, step_s - usual_s) if self._num_steps <= self._disturbed_until else 0.0
-            self.saved_s = min(most, self.saved_s + self.policy.explore_share * step_s - lost_s)
+            self.saved_s = min(most, self.saved_s + num_steps * self.policy.explore_share * step_s - lost_s)
             return False
         self.pending = None
         self._disturbed_until = self._num_steps + _DISTURBED

@@ -86,12 +86,13 @@ class DSparkProposer(DFlashProposer):
             costs: Of the step, or None to draw all.
 
         Returns:
-            Per request, its drafts and, with costs, their chances of survival.
+            Per request, its drafts and, where wanted, their chances of survival.
         """
         starts = [0]
         for _, length in drafted:
             starts.append(starts[-1] + length)
-        heads = _Heads(self.drafter, self._rows, hidden, logits, wants_guesses=costs is not None)
+        wants_chances = costs is not None or (self.schedule is not None and self.schedule.wants_chances)
+        heads = _Heads(self.drafter, self._rows, hidden, logits, wants_guesses=wants_chances)
         tokens: list[list[int]] = [[] for _ in drafted]
         survival: list[list[float]] = [[] for _ in drafted]
         for k in range(max(length for _, length in drafted)):
@@ -106,7 +107,7 @@ class DSparkProposer(DFlashProposer):
             following = sample_next_drafts(biased, requests, [tokens[i] for i in going_on], noise)
             for i, token in zip(going_on, following, strict=True):
                 tokens[i].append(token)
-            if costs is None:
+            if not wants_chances:
                 continue
             guesses = heads.guesses(at, before)
             for i, request, guess in zip(going_on, requests, guesses, strict=True):
@@ -114,7 +115,7 @@ class DSparkProposer(DFlashProposer):
                 reached = survival[i][-1] if k else 1.0
                 guess = guess / temperatures[k] + biases[k]
                 survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess)))
-            if not costs.may_pay(survival, k + 1):
+            if costs is not None and not costs.may_pay(survival, k + 1):
                 break
         return tokens, survival
 

@@ -2,14 +2,16 @@
 
 For one batch size and context length. A scheduled step's chances tell what sending all drafts of the best
 fixed length would have earned in its place; both are summed over the same steps, so chance hardly disturbs
-their ratio. Steps are scheduled while that gains more than it takes to be worth it; else one now and then, to
-see. A drafter that claims more than comes true is not believed.
+their ratio. Steps are scheduled once that is seen to gain, beyond chance, and while it does. Else all drafts
+are sent and nothing is planned, and the chances of a few steps now and then are looked at, less and less
+often. A drafter that claims more than comes true is not believed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from lean_laguna.spec.draft_caps import DraftCaps, full_lengths
 from lean_laguna.spec.draft_costs import StepTimes
@@ -17,12 +19,12 @@ from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
 _DECAY = 0.98
 _ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
-_KNOWN_AFTER, _HOPELESS_AFTER, _HOPELESS = 8, 4, 0.9  # scheduled steps at first, whatever they gain; or less
-_LOOK_AFTER = (
-    16,
-    512,
-)  # steps while off from a look to the next: at first, and at most, doubled by each failure
-_LOOK_EVERY = 16, 64  # likewise, at first and later, where looking takes next to nothing
+_SURE = 1.0  # standard errors by which the gain must stand out to be believed
+_KNOWN_AFTER, _HOPELESS_AFTER, _HOPELESS = 8, 4, 0.9  # steps seen before the gain counts; or so little gain
+_LOOKS_FROM, _FIRST_LOOKS = 16, 16  # steps before the first look, and looks in a row at first
+_LOOKS = 4, 16  # looks in a row later: where chances take time, and where they are told anyway
+_LOOK_AFTER = 32, 512  # steps from looks to the next: at first, and at most, doubled by each failure
+_KEPT_OF_OLD = 0.2  # weight that what was seen keeps where something else begins
 _PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
 _SETTLED_AFTER = 64  # steps whose chances were seen
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
@@ -50,12 +52,13 @@ class ScheduledSteps:
     """
 
     def __init__(self) -> None:
-        self.is_on = True
+        self.is_on = False
         self._caps = DraftCaps()
         self._plan: _Plan | None = None
-        self._num_chosen = self._num_seen = self._next_look = 0
-        self._look_after = _LOOK_AFTER[0]
-        self._tokens = self._seconds = self._fixed_tokens = self._fixed_seconds = 0.0
+        self._num_chosen = self._num_seen = 0
+        self._looks_left, self._next_look, self._look_after = _FIRST_LOOKS, _LOOKS_FROM, _LOOK_AFTER[0]
+        self._weight = self._tokens = self._seconds = self._fixed_tokens = self._fixed_seconds = 0.0
+        self._won = self._won_squared = 0.0
         self._claimed = self._came = _TRUSTED_TOKENS
 
     @property
@@ -94,12 +97,13 @@ class ScheduledSteps:
         """
         schedule.costs = None
         self._num_chosen += 1
-        is_settled = self._num_seen >= _SETTLED_AFTER
+        if self._plan is not None and self._plan.made_for != (batch, length):
+            self.start_anew()
         schedule.wants_chances = self.is_on or self._looks(is_free=schedule.is_always_told)
         if not schedule.wants_chances:
             return length
         plan = self._plan
-        if plan is None or self._num_chosen >= plan.until or plan.made_for != (batch, length):
+        if plan is None or self._num_chosen >= plan.until:
             estimates = [times.estimate(k) for k in range(max_draft_tokens + 1)]
             caps = full_lengths(schedule.row_tiles, batch, max_draft_tokens)
             cap = next((cap for cap in caps if cap >= length), length)
@@ -108,23 +112,31 @@ class ScheduledSteps:
                 caps,
                 [draft_s for draft_s, _ in estimates],
                 self._caps.choose(caps, length) if schedule.compares_caps else cap,
-                self._num_chosen + _PLAN_LASTS[is_settled],
+                self._num_chosen + _PLAN_LASTS[self._num_seen >= _SETTLED_AFTER],
                 (batch, length),
             )
-        if schedule.is_always_told and not self.is_on:
+        if not self.is_on:
             return length
         schedule.costs = plan.costs
         return plan.cap
 
+    def start_anew(self) -> None:
+        """Keep little of what was seen, and look soon: the text or the best fixed length is another."""
+        self._plan = None
+        self._fade(_KEPT_OF_OLD)
+        self._looks_left, self._next_look = _FIRST_LOOKS, max(self._num_chosen, _LOOKS_FROM)
+        self._look_after = _LOOK_AFTER[0]
+
     def _looks(self, *, is_free: bool) -> bool:
         """Say whether this step, while off, is one to see by what scheduling would gain."""
-        if is_free:
-            return self._num_chosen % _LOOK_EVERY[self._num_seen >= _SETTLED_AFTER] == 0
         if self._num_chosen < self._next_look:
             return False
-        self._next_look = self._num_chosen + self._look_after
+        if self._looks_left:
+            self._looks_left -= 1
+            return True
+        self._looks_left, self._next_look = _LOOKS[is_free], self._num_chosen + self._look_after
         self._look_after = min(_LOOK_AFTER[1], 2 * self._look_after)
-        return True
+        return False
 
     def observe(
         self,
@@ -155,18 +167,50 @@ class ScheduledSteps:
         usual_s, verify_s = times.estimate(made)[0], times.estimate(sent)[1]
         draft_s = min(draft_s, _LONGEST * usual_s) if usual_s > 0 else draft_s
         num = len(accepted)
-        self._tokens = self._tokens * _DECAY + num + sum(sum(own[:sent]) for own in schedule.survival)
-        self._seconds = self._seconds * _DECAY + draft_s + verify_s
+        tokens = num + sum(sum(own[:sent]) for own in schedule.survival)
         fixed_tokens = num + sum(_reaching(own, fixed) for own in schedule.survival)
-        self._fixed_tokens = self._fixed_tokens * _DECAY + fixed_tokens
-        self._fixed_seconds = self._fixed_seconds * _DECAY + sum(times.estimate(fixed))
-        self._num_seen += 1
+        self._add(tokens, draft_s + verify_s, fixed_tokens, sum(times.estimate(fixed)))
         if schedule.compares_caps:
             self._caps.observe(plan.caps, made, schedule.survival, plan.costs, plan.draft_s)
-        if self._num_seen >= _KNOWN_AFTER or (self._num_seen >= _HOPELESS_AFTER and self._gain < _HOPELESS):
-            was_on, self.is_on = self.is_on, self._gain > (_OFF_BELOW if self.is_on else _ON_ABOVE)
-            if was_on and not self.is_on:
-                self._look_after, self._next_look = _LOOK_AFTER[0], self._num_chosen + _LOOK_AFTER[0]
+        self._decide()
+
+    def _add(self, tokens: float, seconds: float, fixed_tokens: float, fixed_seconds: float) -> None:
+        self._num_seen += 1
+        self._fade(_DECAY)
+        self._weight += 1.0
+        self._tokens += tokens
+        self._seconds += seconds
+        self._fixed_tokens += fixed_tokens
+        self._fixed_seconds += fixed_seconds
+        rate = self._fixed_tokens / max(_LEAST_S, self._fixed_seconds)
+        won = tokens - fixed_tokens - rate * (seconds - fixed_seconds)
+        self._won += won
+        self._won_squared += won * won
+
+    def _fade(self, share: float) -> None:
+        self._weight *= share
+        self._tokens *= share
+        self._seconds *= share
+        self._fixed_tokens *= share
+        self._fixed_seconds *= share
+        self._won *= share
+        self._won_squared *= share
+
+    @property
+    def _error(self) -> float:
+        """How far off the gain may be by the chance of which steps were seen."""
+        variance = max(0.0, self._won_squared - self._won**2 / self._weight)
+        return sqrt(variance) / max(_LEAST_S, self._fixed_tokens)
+
+    def _decide(self) -> None:
+        """Turn scheduling on or off once enough was seen."""
+        if self._num_seen < _KNOWN_AFTER and (self._num_seen < _HOPELESS_AFTER or self._gain >= _HOPELESS):
+            return
+        was_on = self.is_on
+        self.is_on = self._gain > (_OFF_BELOW if was_on else _ON_ABOVE + _SURE * self._error)
+        if was_on and not self.is_on:
+            self._looks_left, self._look_after = 0, _LOOK_AFTER[0]
+            self._next_look = self._num_chosen + self._look_after
 
 
 def _reaching(survival: Sequence[float], length: int) -> float:

@@ -1,4 +1,6 @@
+import math
 import random
+import statistics
 
 import pytest
 
@@ -178,3 +180,30 @@ def test_a_position_that_is_no_longer_reached_does_not_live_on_old_evidence():
         rates.add(7, 0)
         rates.add(7, 1)
     assert rates.tokens_per_step()[7] == pytest.approx(1 + 1 / 3, abs=0.1)
+
+
+def test_the_error_of_a_gain_is_about_how_far_it_is_off():
+    def gain(rates):
+        tokens = rates.tokens_per_step()
+        return math.log(tokens[5] / tokens[2])
+
+    draw, found, told = random.Random(5), [], []
+    for _ in range(60):
+        rates = AcceptanceRates(5)
+        for _ in range(80):
+            rates.add(5, next((k for k in range(5) if draw.random() > 0.7), 5))
+        found.append(gain(rates))
+        told.append(rates.gain_error(5, 2))
+    spread = statistics.pstdev(found)
+    assert spread < statistics.mean(told) < 2 * spread, "texts are more alike than these"
+    assert rates.gain_error(2, 5) == pytest.approx(rates.gain_error(5, 2))
+    assert rates.gain_error(3, 3) == 0.0
+    assert 0 < rates.gain_error(5, 2, first=2) < rates.gain_error(5, 2)
+
+
+def test_what_was_never_drafted_is_in_doubt():
+    rates = AcceptanceRates(5)
+    for _ in range(50):
+        rates.add(2, 2)
+        rates.add(2, 1)
+    assert rates.gain_error(5, 2, first=2) > 3 * rates.gain_error(1, 2)

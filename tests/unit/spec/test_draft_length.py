@@ -82,9 +82,10 @@ def test_it_turns_drafting_on_when_drafts_begin_to_be_accepted_and_off_again():
     controller = DraftLengthController(15)
     assert usual(run(paper, controller, 500)) == 0
     rates[:] = GOOD
-    assert usual(run(paper, controller, 160)) >= 5
+    assert usual(run(paper, controller, 200)) >= 5
     rates[:] = POOR
-    assert usual(run(paper, controller, 100)) == 0
+    assert usual(run(paper, controller, 100)) <= 3
+    assert usual(run(paper, controller, 400)) == 0
 
 
 def test_long_contexts_where_drafting_costs_more_than_it_gains_turn_it_off():
@@ -229,7 +230,7 @@ def test_the_explanation_says_what_was_chosen_and_what_it_is_compared_with():
     line = controller.explain()
     assert line.startswith("draft length 7: ")
     assert "tokens in 2.4" in line
-    assert "without drafting: 1.00 tokens in 2.0" in line
+    assert "without drafting: 1.00 tokens in 1.7" in line, "far off, so it was never tried"
     assert line.endswith("batch up to 1, context below 1k")
     assert "\n" not in line
 

@@ -28,9 +28,7 @@ def test_requests_share_launches_as_far_as_they_fit(batch, drafts, launches):
     assert shape.times(16, 0)[1] < 2 * shape.times(8, 0)[1]
 
 
-def test_lengths_are_alike_that_are_close_and_fill_the_same_tile():
+def test_the_shape_is_sure_within_a_tile_and_least_of_all_of_plain_steps():
     shape = StepShape(None, (4, 8, 16))
-    assert shape.are_alike(1, 6, 7)
-    assert not shape.are_alike(1, 3, 4), "another tile"
-    assert not shape.are_alike(1, 4, 7), "far apart"
-    assert not shape.are_alike(2, 3, 4), "eight rows and ten"
+    assert shape.doubt(1, 6, 7) < shape.doubt(1, 4, 7) < shape.doubt(1, 3, 4) < shape.doubt(1, 0, 4)
+    assert shape.doubt(2, 3, 4) == shape.doubt(1, 3, 4), "eight rows and ten"

@@ -1,5 +1,6 @@
 """What choosing costs: machines and drafters on paper, beside the best fixed length in hindsight."""
 
+import random
 import statistics
 
 import pytest
@@ -56,11 +57,11 @@ CPU, GPU = (cpu_draft, cpu_verify), (gpu_draft, gpu_verify)
 # Largest mean loss beside the best fixed length over 64, 256 and 4,096 steps.
 WORLDS = {
     "CPU, pays hugely": (CPU, GREEDY, 1, (0.06, 0.035, 0.02)),
-    "CPU, pays": (CPU, SAMPLED, 1, (0.10, 0.05, 0.02)),
+    "CPU, pays": (CPU, SAMPLED, 1, (0.10, 0.05, 0.04)),  # seven, begun with, is 4 % slower than three
     "CPU, pays a little": ((lambda k, *_: (k > 0) * 6e-3, cpu_verify), SAMPLED, 1, (0.09, 0.09, 0.06)),
     "CPU, does not pay": (CPU, POOR, 1, (0.12, 0.05, 0.02)),
     "CPU, useless": (CPU, [0.01] * 15, 1, (0.12, 0.05, 0.02)),
-    "CPU, rows cost in full": ((cpu_draft, plain_pays), [0.7] * 15, 1, (0.22, 0.09, 0.03)),
+    "CPU, rows cost in full": ((cpu_draft, plain_pays), [0.7] * 15, 1, (0.25, 0.12, 0.03)),
     "CPU, four streams": (CPU, GREEDY, 4, (0.06, 0.03, 0.02)),
     "CPU, sixteen streams, does not pay": (CPU, POOR, 16, (0.06, 0.03, 0.02)),
     "GPU": (GPU, SEVEN, 1, (0.04, 0.02, 0.01)),
@@ -68,7 +69,7 @@ WORLDS = {
     "GPU, four streams": (GPU, SEVEN, 4, (0.05, 0.03, 0.02)),
     "GPU, eight streams": (GPU, SEVEN, 8, (0.05, 0.03, 0.02)),
     "GPU, sixteen streams": (GPU, SEVEN, 16, (0.05, 0.03, 0.02)),
-    "GPU, sampled": (GPU, SAMPLED, 1, (0.06, 0.03, 0.02)),
+    "GPU, sampled": (GPU, SAMPLED, 1, (0.06, 0.05, 0.02)),  # likewise
     "GPU, sixteen streams, does not pay": (GPU, POOR, 16, (0.06, 0.03, 0.02)),
 }
 
@@ -132,9 +133,75 @@ def test_a_machine_that_is_slower_now_and_then_is_no_reason_to_wander():
     assert sum(k in (6, 7) for k in lengths) > 0.93 * len(lengths)
 
 
+# --- texts that differ, where lengths are about as good
+
+CPU_DRAFT_MS = [0.04, 2.95, 3.3, 3.55, 3.9, 4.3, 4.55, 4.7, 4.73, 4.8, 4.85, 4.9, 4.95, 5.0, 5.05, 5.15]
+CPU_VERIFY_MS = [5.0, 5.1, 6.0, 6.4, 7.4, 8.35, 9.2, 9.3, 10.8, 11.0, 11.0, 11.1, 12.0, 12.1, 12.3, 12.4]
+
+
+def texts(rate, spread, seed, num=40, fixed=None):
+    """Return tokens a second over texts of some 50 steps whose drafts stand at different rates."""
+    draw, now = random.Random(seed), [0.9] * 15
+    pace = [1.0]
+
+    def slower(times):
+        return lambda k, batch, context: 1e-3 * times[k] * pace[0]
+
+    paper = Machine(slower(CPU_DRAFT_MS), slower(CPU_VERIFY_MS), lambda _: now, jitter=0.08)
+    controller = DraftLengthController(15, "auto" if fixed is None else fixed)
+    tokens = seconds = 0.0
+    for text in range(num):
+        now[:] = [min(0.99, max(0.02, draw.gauss(rate, spread)))] * 15
+        pace[0] = draw.choice([1.0, 1.0, 1.15, 1.3])
+        found = run(paper, controller, 50, seed=1000 * seed + text)
+        tokens += found.tokens
+        seconds += found.seconds
+    return tokens / seconds
+
+
+def test_a_good_length_is_kept_where_others_are_about_as_good():
+    ratios = [texts(0.87, 0.04, seed) / texts(0.87, 0.04, seed, fixed=7) for seed in range(6)]
+    assert statistics.mean(ratios) > 0.985, ratios
+    assert min(ratios) > 0.965, ratios
+
+
+def test_a_length_that_is_clearly_better_is_taken_up():
+    ratios = [texts(0.5, 0.08, seed) / texts(0.5, 0.08, seed, fixed=7) for seed in range(6)]
+    assert statistics.mean(ratios) > 1.1, ratios
+
+
+def test_trials_take_a_hundredth_of_the_time():
+    paper = machine(*CPU, GREEDY)
+    controller = DraftLengthController(15)
+    controller.choose(1, 100)
+    lost_s = total_s = 0.0
+    inner = Trials.observe
+
+    def count(made, length, step_s, usual_s, worth_s, **more):
+        nonlocal lost_s, total_s
+        total_s += step_s * more["num_steps"]
+        was_trial = inner(made, length, step_s, usual_s, worth_s, **more)
+        lost_s += max(0.0, step_s - worth_s) if was_trial else 0.0
+        return was_trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trials, "observe", count)
+        run(paper, controller, 4000)
+    assert lost_s < 0.01 * total_s + 2 * 2e-2
+
+
 # --- the rules one by one
 
-KNOWN = Estimates([1.0, 1.8, 2.4, 2.9], [1.0, 1.3, 1.4, 1.5], [9, 0, 9, 9])  # 3 is best; 1 was never timed
+KNOWN = [1.0, 1.8, 2.4, 2.9], [1.0, 1.3, 1.4, 1.5]  # tokens and seconds; 3 is best
+
+
+def estimates(tokens=KNOWN[0], counts=(9, 9, 9, 9), error=0.0, **doubts):
+    """Return estimates of which some lengths (``_1``, ``_2``) are in doubt."""
+    doubt = lambda k: doubts.get(f"_{k}", 0.0)  # noqa: E731
+    return Estimates(tokens, KNOWN[1], counts, lambda k: error + doubt(k), doubt)
+
+
+UNSEEN = estimates(_0=0.8, counts=(0, 9, 9, 9))  # plain steps
 
 
 def trials(**policy):
@@ -146,30 +213,59 @@ def trials(**policy):
 
 
 def test_what_cannot_be_better_is_not_tried():
-    assert trials().choose(KNOWN, 3) is None, "1.8 tokens in 15 % less than 1.3 are less than 2.9 in 1.5"
-    assert trials().choose(Estimates([1.0, 2.3, 2.4, 2.9], KNOWN.step_s, KNOWN.counts), 3) == 1
-    unseen = Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9])
-    assert trials().choose(unseen, 3) == 0, "plain steps that were never seen could be much shorter"
+    assert trials().choose(estimates(_1=0.15), 3) is None, "15 % less time will not do"
+    assert trials().choose(estimates([1.0, 2.4, 2.4, 2.9], _1=0.15), 3) == 1
+    assert trials().choose(UNSEEN, 3) is None, "far off"
+    assert trials().choose(estimates([1.6, 1.8, 2.4, 2.9], _0=0.8), 3) == 0, "it could be much shorter"
+
+
+def test_a_trial_must_tell_something():
+    level = [1.0, 1.8, 2.7, 2.9]
+    assert trials().choose(estimates(level, _2=0.05), 3) == 2
+    assert trials().choose(estimates(level, _2=0.05, error=0.2), 3) is None, "acceptance is what is not known"
+
+
+def test_a_gain_must_stand_out_from_what_chance_may_make_of_it():
+    made = trials()
+    made.home = 2
+    made.observe(1, 1.3, 1.3, 1.3, is_off=False)
+    made.observe(2, 1.4, 1.4, 1.4, is_off=False)
+    assert made.least_gain(estimates(), 1) == pytest.approx(0.02, abs=1e-3)
+    assert made.least_gain(estimates(_1=0.1), 1) == pytest.approx(0.185, abs=1e-2)
+    assert made.least_gain(estimates(_2=0.1), 2) == pytest.approx(0.02, abs=1e-3), "begun with"
+    assert made.least_gain(estimates(), 0) == float("inf"), "not seen of late"
 
 
 def test_nothing_is_tried_before_there_is_time_for_it():
-    unseen = Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9])
-    assert trials(start_steps=0.0).choose(unseen, 3) is None
-    assert Trials(Policy()).choose(unseen, 3) is None, "the very first step"
+    close = estimates([1.6, 1.8, 2.4, 2.9], _0=0.8)
+    assert trials(start_steps=0.0, explore_share=0.0).choose(close, 3) is None
+    assert Trials(Policy()).choose(close, 3) is None, "the very first step"
     made = trials()
-    assert made.choose(unseen, 3) == 0
+    assert made.choose(close, 3) == 0
     assert made.observe(0, 1.0, 1.0, 0.5, is_off=False), "it lost half a second"
-    assert made.saved_s == pytest.approx(1.5 * 1.5 + 0.02 * 3.0 - 0.5)
+    assert made.saved_s == pytest.approx(1.5 * 1.5 + 0.01 * 3.0 - 0.5)
+    better = estimates([2.2, 1.8, 2.4, 2.9], _0=0.1)
+    assert trials(start_steps=0.0, explore_share=0.0).choose(better, 3) == 0, "for nothing"
+
+
+def test_a_step_that_stands_for_others_saves_for_all_of_them():
+    one, many = trials(), trials()
+    for _ in range(6):
+        one.observe(3, 1.5, 1.5, 1.5, is_off=False)
+    many.observe(3, 1.5, 1.5, 1.5, is_off=False, num_steps=6)
+    assert many.saved_s == pytest.approx(one.saved_s)
+    assert many.age(0) == one.age(0) == 8
 
 
 def test_a_trial_is_awaited_but_not_for_ever():
+    close = estimates([1.6, 1.8, 2.4, 2.9], _0=0.8)
     made = trials()
-    made.choose(Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9]), 3)
+    made.choose(close, 3)
     assert all(made.is_waiting for _ in range(8))
     assert not made.observe(3, 1.5, 1.5, 1.5, is_off=False), "of a step launched before it"
     assert not made.is_waiting
     assert made.pending is None
-    assert made.choose(Estimates(KNOWN.tokens, KNOWN.step_s, [0, 9, 9, 9]), 3) is None, "not at once again"
+    assert made.choose(close, 3) is None, "not at once again"
 
 
 def test_while_off_drafting_is_tried_less_and_less_often_until_it_pays():

@@ -126,6 +126,13 @@ def test_drafts_are_cut_where_measured_costs_and_confidence_say(temperature):
             conditional = [b / a for a, b in zip([1.0, *chances], chances, strict=False)]
             assert list(cut) == pytest.approx(conditional[kept : kept + len(cut)], rel=1e-5)
     assert kept == 0
+    proposer.schedule.costs, proposer.schedule.wants_chances = None, True
+    assert proposer.propose(wanted, paged.cache, NoiseCache(VOCAB)) == [drafts for drafts, _ in by_hand], (
+        "all"
+    )
+    assert proposer.schedule.cut == [(), ()]
+    for (_, chances), told in zip(by_hand, proposer.schedule.survival, strict=True):
+        assert told == pytest.approx(chances, rel=1e-5)
 
 
 def test_greedy_and_sampled_requests_have_their_own_temperatures():

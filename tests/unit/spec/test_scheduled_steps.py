@@ -31,9 +31,10 @@ def simulate(steps, schedule, draw, *, num=800, said=None, best=1.2, length=3):
         claimed = chances if said is None else [said] * cap
         sent = length if schedule.costs is None else schedule.costs.best_length([claimed])
         accepted = next((k for k in range(sent) if draw.random() > chance), sent)
-        if schedule.costs is not None:
+        if schedule.wants_chances:
             schedule.survival = [claimed]
-            steps.observe(schedule, known, (sent, cap, length), DRAFT_S[cap], [(sent, accepted)])
+            made = None if schedule.costs is None else cap
+            steps.observe(schedule, known, (sent, made, length), DRAFT_S[cap], [(sent, accepted)])
         if i > num // 2:
             tokens += 1 + accepted
             seconds += DRAFT_S[cap] + VERIFY_S[sent]
@@ -42,11 +43,11 @@ def simulate(steps, schedule, draw, *, num=800, said=None, best=1.2, length=3):
 
 def test_promising_steps_draft_further_than_the_best_fixed_length():
     schedule = DraftSchedule()
-    caps, rate = simulate(ScheduledSteps(), schedule, random.Random(1), best=1.0)
+    caps, rate = simulate(ScheduledSteps(), schedule, random.Random(1), best=1.0, length=7)
     assert max(set(caps), key=caps.count) >= 7
     assert rate > 1.05 * 1.0
     fixed = DraftSchedule(compares_caps=False, row_tiles=(8, 16))
-    assert set(simulate(ScheduledSteps(), fixed, random.Random(1))[0]) == {7}
+    assert set(simulate(ScheduledSteps(), fixed, random.Random(1), length=7)[0]) == {7}
 
 
 def test_a_drafter_that_is_wrong_about_itself_is_not_followed_for_long():
@@ -67,7 +68,7 @@ def fixed_after(steps, schedule, *, chances, draft_s=None, num=200, verify_s=VER
         sent = schedule.costs.best_length([survival]) if is_scheduled else cap
         chance = survival[0]
         accepted = next((k for k in range(sent) if draw.random() > chance), sent)
-        schedule.survival = [survival] if is_scheduled or schedule.is_always_told else [[]]
+        schedule.survival = [survival] if schedule.wants_chances or schedule.is_always_told else [[]]
         took = draft_s if draft_s is not None and is_scheduled else DRAFT_S[cap]
         steps.observe(schedule, known, (sent, cap if is_scheduled else None, 7), took, [(sent, accepted)])
         scheduled += is_scheduled and i >= num // 2

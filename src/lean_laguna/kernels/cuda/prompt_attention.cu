@@ -1,7 +1,8 @@
 // Attention of a whole block of a prompt: from raw queries to gated heads.
 //
 // Programs stay and take tiles of 128 queries of one head. One warp asks for keys and values, 128 at a time, the latest
-// first, as images laid out before (prefill_images); two warpgroups multiply 64 queries each, and by turns: while one has
+// first, as images laid out before (prefill_images): programs of a cluster, whose heads share them, each for a part of what
+// all of them read. Two warpgroups multiply 64 queries each, and by turns: while one has
 // its scores, the other one's products are under way. Queries are normalised and rotated in registers. What a row sums up,
 // and in which order, follows from its position alone.
 #include "common.cuh"
@@ -16,7 +17,7 @@
 #define THREADS 384
 #define LOG2_E 1.4426950408889634f
 
-enum { STAGES = 2, KEYS = 0, VALUES = 1, CONSUMER_WARPS = 8 };
+enum { STAGES = 2, KEYS = 0, VALUES = 1, CONSUMER_WARPS = 8, SHARE = IMAGE / CLUSTER };
 
 struct Ring {
     u64 came[2][STAGES], left[2][STAGES];
@@ -36,10 +37,11 @@ DEVICE Task task_at(int index, int num_tiles, int first) {
 
 DEVICE void ask_for(Ring *ring, int kind, int count, u8 *stages, const u16 *images, int block, int head) {
     const int stage = count % STAGES;
+    const int own = blockIdx.x % CLUSTER * SHARE;
     if (count >= STAGES) wait_for_turns(&ring->left[kind][stage], (count / STAGES - 1) & 1);
-    expect_bytes(&ring->came[kind][stage], IMAGE * 2);
-    copy_shared(stages + (kind * STAGES + stage) * IMAGE * 2, images + (size_t)(block * J + head) * IMAGE, IMAGE * 2,
-                &ring->came[kind][stage]);
+    fill_by_maps(&ring->came[kind][stage], IMAGE * 2);
+    copy_shared(stages + ((kind * STAGES + stage) * IMAGE + own) * 2, images + (size_t)(block * J + head) * IMAGE + own, SHARE * 2,
+                &ring->came[kind][stage], (1 << CLUSTER) - 1);
 }
 
 DEVICE void ask_for_all(Ring *ring, u8 *stages, const u16 *keys, const u16 *values, int num_tasks, int num_tiles, int first) {
@@ -54,6 +56,13 @@ DEVICE void ask_for_all(Ring *ring, u8 *stages, const u16 *keys, const u16 *valu
         }
     }
 }
+
+// A thread's first row of a tile, and its place among the four that share it: read anew where wanted, to hold no registers.
+DEVICE int own_row() {
+    const int thread = thread_index();
+    return thread / 32 * 16 - 64 + (thread & 31) / 4;
+}
+DEVICE int own_place() { return thread_index() & 3; }
 
 // Of two rows, eight values every 32, as they are multiplied: words 2i and 2i + 1 of a piece are values 2i and 2i + 1 of each.
 // What they are rotated by is asked for long before, too.
@@ -124,12 +133,13 @@ struct Sums {
 
 enum { ALL, UP_TO, AFTER };  // keys of a block that a row sees: all, up to its own place, or those after it
 
-template <int SEEN> DEVICE void mask(float (&s)[64], int row, int t) {
-    if (SEEN == ALL) return;
+template <int SIGHT> DEVICE void mask(float (&s)[64]) {
+    if (SIGHT == ALL) return;
+    const int row = own_row(), t = own_place();
 #pragma unroll
     for (int i = 0; i < 64; i++) {
         const int column = i / 4 * 8 + 2 * t + (i & 1), own = row + (i & 2 ? 8 : 0);
-        s[i] = (SEEN == UP_TO ? column <= own : column > own) ? s[i] : -__int_as_float(0x7f800000);
+        s[i] = (SIGHT == UP_TO ? column <= own : column > own) ? s[i] : -__int_as_float(0x7f800000);
     }
 }
 
@@ -167,29 +177,29 @@ DEVICE void multiply_image(float (&d)[64], const u32 *a, const u8 *image, bool a
     end_products();
 }
 
-// One warpgroup's view of the ring.
+// One warpgroup's view of the ring: as many keys taken before, and as many values.
 struct Consumer {
     Ring *ring;
     u8 *stages;
-    int group, count_keys, count_values;
+    int group, keys, values;
 
     METHOD const u8 *wait(int kind) {
-        const int count = kind == KEYS ? count_keys : count_values, stage = count % STAGES;
-        wait_for_bytes(&ring->came[kind][stage], count / STAGES & 1);
+        const int count = kind == KEYS ? keys : values, stage = count % STAGES;
+        wait_until_filled(&ring->came[kind][stage], count / STAGES & 1);
         return stages + (kind * STAGES + stage) * IMAGE * 2;
     }
     METHOD void leave(int kind) {
-        int &count = kind == KEYS ? count_keys : count_values;
-        if ((threadIdx.x & 31) == 0) end_turn(&ring->left[kind][count % STAGES]);
+        int &count = kind == KEYS ? keys : values;
+        if ((threadIdx.x & 31) < CLUSTER) end_turn_at(&ring->left[kind][count % STAGES], threadIdx.x & 31);
         count++;
     }
     METHOD void begin_turn() { wait_at(2 + group, 256); }
     METHOD void end_turn_of_group() { count_at(3 - group, 256); }
 };
 
-template <int SEEN>
+template <int SIGHT>
 DEVICE void take_block(Consumer &own, const Queries &queries, float (&s)[64], float (&o)[64], u32 (&p)[32], Sums &sums,
-                       bool adds, int row, int t, float scale) {
+                       bool adds, float scale) {
     const u8 *keys = own.wait(KEYS);
     own.begin_turn();
     multiply_image(s, queries.q, keys, false);
@@ -198,7 +208,7 @@ DEVICE void take_block(Consumer &own, const Queries &queries, float (&s)[64], fl
     wait_for_products<1>();
     show_sums(s);
     own.leave(KEYS);
-    mask<SEEN>(s, row, t);
+    mask<SIGHT>(s);
     float fade[2];
     weigh(s, sums, fade, scale);
     show_sums(s);  // while values are multiplied
@@ -240,7 +250,51 @@ DEVICE void store_heads(u16 *out, const float (&o)[64], const Sums &sums, u32 ga
     }
 }
 
-KERNEL(THREADS, 1)
+DEVICE void consume(Ring *ring, u8 *stages, const u16 *qkv, u16 *out, const u16 *norm, const u16 *cos_table, const u16 *sin_table,
+                    int num_tasks, int num_tiles, int first, int num_tokens, float eps, float scale) {
+    const int group = threadIdx.x / 128 - 1;
+    Consumer own = {ring, stages, group, 0, 0};
+    if (group == 1) own.end_turn_of_group();
+    Queries queries;
+    float s[64], o[64];
+    u32 p[32];
+    const auto angles = [&](const Task &task) {
+        load_angles(queries, cos_table, sin_table, first + task.row + own_row(), first + num_tokens - 1, own_place());
+    };
+    Task task = task_at(blockIdx.x, num_tiles, first);
+    if (blockIdx.x < num_tasks) load_queries(queries, qkv, task, own_row(), own_place(), num_tokens), angles(task);
+    for (int index = blockIdx.x; index < num_tasks; index += gridDim.x) {
+        const u32 gates = queries.gates;
+        if (QK_NORM) normalise(queries, norm, own_place(), eps);
+        rotate(queries);
+        Sums sums = {{-__int_as_float(0x7f800000), -__int_as_float(0x7f800000)}, {0.0f, 0.0f}};
+        float fade[2];
+        multiply_image(s, queries.q, own.wait(KEYS), false);
+        wait_for_products<0>();
+        show_sums(s);
+        own.leave(KEYS);
+        mask<UP_TO>(s);
+        weigh(s, sums, fade, scale);
+        keep_weights(p, s);
+        int block = task.last - 1;
+        for (; block >= task.lowest + task.is_cut; block--)
+            take_block<ALL>(own, queries, s, o, p, sums, block != task.last - 1, scale);
+        if (task.is_cut) take_block<AFTER>(own, queries, s, o, p, sums, block != task.last - 1, scale);
+        multiply_image(o, p, own.wait(VALUES), task.last > task.lowest);
+        const bool goes_on = index + gridDim.x < num_tasks;
+        const Task next = task_at(goes_on ? index + gridDim.x : index, num_tiles, first);
+        load_queries(queries, qkv, next, own_row(), own_place(), num_tokens);
+        wait_for_products<0>();
+        show_sums(o);
+        own.leave(VALUES);
+        angles(next);
+        store_heads(out, o, sums, gates, task_at(index, num_tiles, first), own_row(), own_place(), num_tokens);
+        task = next;
+    }
+    if (group == 0) own.begin_turn();  // as many as were ended
+}
+
+extern "C" CLUSTERED(THREADS, CLUSTER)
 prompt_attention(const u16 *qkv, u16 *out, const u16 *norm, const u16 *cos_table, const u16 *sin_table, const u16 *keys,
                  const u16 *values, const int *first_at, const int *num_tokens_at, float eps, float scale) {
     EXTERN_SHARED(u8, bytes);
@@ -249,56 +303,17 @@ prompt_attention(const u16 *qkv, u16 *out, const u16 *norm, const u16 *cos_table
     if (threadIdx.x == 0) {
         for (int kind = 0; kind < 2; kind++)
             for (int stage = 0; stage < STAGES; stage++)
-                init_arrival(&ring->came[kind][stage]), init_turns(&ring->left[kind][stage], CONSUMER_WARPS);
+                init_filled(&ring->came[kind][stage], 1), init_turns(&ring->left[kind][stage], CLUSTER * CONSUMER_WARPS);
         show_arrivals();
     }
-    __syncthreads();
+    sync_cluster();
     const int first = *first_at, num_tokens = *num_tokens_at, num_tiles = (num_tokens + TILE - 1) / TILE, num_tasks = num_tiles * H;
-    const int group = threadIdx.x / 128 - 1;
-    if (group < 0) {
-        leave_registers<24>();
+    if (threadIdx.x < 128) {
+        leave_registers<40>();
         if (threadIdx.x == 0) ask_for_all(ring, stages, keys, values, num_tasks, num_tiles, first);
-        return;
+    } else {
+        take_registers<232>();
+        consume(ring, stages, qkv, out, norm, cos_table, sin_table, num_tasks, num_tiles, first, num_tokens, eps, scale);
     }
-    take_registers<240>();
-    const int t = threadIdx.x & 3, row = threadIdx.x % 128 / 32 * 16 + (threadIdx.x & 31) / 4 + 64 * group;
-    Consumer own = {ring, stages, group, 0, 0};
-    if (group == 1) own.end_turn_of_group();
-    Queries queries;
-    float s[64], o[64];
-    u32 p[32];
-    const auto angles = [&](const Task &task) {
-        load_angles(queries, cos_table, sin_table, first + task.row + row, first + num_tokens - 1, t);
-    };
-    Task task = task_at(blockIdx.x, num_tiles, first);
-    if (blockIdx.x < num_tasks) load_queries(queries, qkv, task, row, t, num_tokens), angles(task);
-    for (int index = blockIdx.x; index < num_tasks; index += gridDim.x) {
-        const u32 gates = queries.gates;
-        if (QK_NORM) normalise(queries, norm, t, eps);
-        rotate(queries);
-        Sums sums = {{-__int_as_float(0x7f800000), -__int_as_float(0x7f800000)}, {0.0f, 0.0f}};
-        float fade[2];
-        multiply_image(s, queries.q, own.wait(KEYS), false);
-        wait_for_products<0>();
-        show_sums(s);
-        own.leave(KEYS);
-        mask<UP_TO>(s, row, t);
-        weigh(s, sums, fade, scale);
-        keep_weights(p, s);
-        int block = task.last - 1;
-        for (; block >= task.lowest + task.is_cut; block--)
-            take_block<ALL>(own, queries, s, o, p, sums, block != task.last - 1, row, t, scale);
-        if (task.is_cut) take_block<AFTER>(own, queries, s, o, p, sums, block != task.last - 1, row, t, scale);
-        multiply_image(o, p, own.wait(VALUES), task.last > task.lowest);
-        const bool goes_on = index + gridDim.x < num_tasks;
-        const Task next = task_at(goes_on ? index + gridDim.x : index, num_tiles, first);
-        load_queries(queries, qkv, next, row, t, num_tokens);
-        wait_for_products<0>();
-        show_sums(o);
-        own.leave(VALUES);
-        angles(next);
-        store_heads(out, o, sums, gates, task, row, t, num_tokens);
-        task = next;
-    }
-    if (group == 0) own.begin_turn();  // as many as were ended
+    sync_cluster();
 }

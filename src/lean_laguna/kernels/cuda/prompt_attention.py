@@ -16,6 +16,8 @@ THREADS = 384
 HEAD_DIM = 128
 STAGES = 2
 """Images of keys, and of values, that are there or on their way."""
+CLUSTER = 2
+"""Programs that ask for images together, of heads that share them, where these come in such numbers."""
 
 
 def has_warpgroups(device: torch.device) -> bool:
@@ -60,6 +62,7 @@ def attend_block(
         eps: Of the query norm.
     """
     p, heads = shape.head_dim, shape.num_heads
+    cluster = CLUSTER if heads // shape.num_kv_heads % CLUSTER == 0 else 1
     source = Source.of(
         "prompt_attention",
         H=heads,
@@ -69,13 +72,15 @@ def attend_block(
         WINDOW=shape.window,
         QK_NORM=shape.has_qk_norm,
         GATE=shape.has_gate,
+        CLUSTER=cluster,
     )
     stages = 2 * STAGES * IMAGE_KEYS * p * 2
     launch_kernel(
         source,
-        min(multiprocessors(qkv.device), cdiv(qkv.shape[0], IMAGE_KEYS) * heads),
+        max(1, min(multiprocessors(qkv.device), cdiv(qkv.shape[0], IMAGE_KEYS) * heads) // cluster) * cluster,
         THREADS,
-        stages + 1024 + 8 * 4 * STAGES,
+        # Places in all programs of a cluster are the same, whole multiples of 1,024 bytes apart.
+        stages + 2 * 1024 - 64,
         (
             qkv,
             out,

@@ -85,10 +85,16 @@ DEVICE void multiply_panels(float (&d)[128], Panel a, Panel b, bool adds) {
 // Registers of each thread of a warpgroup, of those that were given to the block.
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+// A thread's number in its block, read anew.
+DEVICE int thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 // A barrier of so many threads, numbered from 2 on: to wait at, or to be counted at and go on.
 DEVICE void wait_at(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 DEVICE void count_at(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-// Rows of a matrix, 64 columns at a time, on their way into panels; made by the driver.
+// How rows of a matrix come into panels; made by the driver.
 struct __align__(64) Map {
     u64 words[16];
 };
@@ -101,22 +107,22 @@ DEVICE void fill_by_copies(u64 *filled) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"((u32)__cvta_generic_to_shared(filled)) : "memory");
 }
 DEVICE void wait_until_filled(u64 *filled, u32 parity) { wait_for_bytes(filled, parity); }
-// Rows from `row` on, 64 columns from `column` on, into the same place of every block of the cluster that the mask names.
+// 128 rows from `row` on, a multiple of 32, 64 columns from `column` on, into the same place of every block of the cluster
+// that the mask names. Of 32 rows the one at 8t + 2i + e comes to 8i + 2t + e: a thread has eight of them in a row.
 DEVICE void copy_rows(void *to, const Map &map, int column, int row, u64 *filled, u32 mask) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;"
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %6, %6, %6, %4}], [%2], %5;"
                  ::"r"((u32)__cvta_generic_to_shared(to)), "l"(&map), "r"((u32)__cvta_generic_to_shared(filled)), "r"(column),
-                   "r"(row), "h"((u16)mask) : "memory");
+                   "r"(row / 32), "h"((u16)mask), "r"(0) : "memory");
 }
-// As end_turn, at block `rank`'s.
+// Ask for the same into L2: a hint.
+DEVICE void prefetch_rows(const Map &map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %3, %3, %3, %2}];"
+                 ::"l"(&map), "r"(column), "r"(row / 32), "r"(0) : "memory");
+}
+// As end_turn, at block `rank`'s: nothing was written, what was read had been waited for.
 DEVICE void end_turn_at(u64 *turns, int rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(turns, rank)) : "memory");
-}
-// As wait_for_turns, where other blocks end theirs too.
-DEVICE void wait_for_all_turns(u64 *turns, u32 parity) {
-    asm volatile("{\n.reg .pred over;\nagain:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n"
-                 "@!over bra again;\n}" ::"r"((u32)__cvta_generic_to_shared(turns)), "r"(parity) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(turns, rank)) : "memory");
 }
 // Two values at a time, of which the first is low: rounded, and products and sums rounded likewise.
 DEVICE u32 pair_of(float a, float b) {
@@ -134,10 +140,14 @@ DEVICE u32 sums(u32 a, u32 b) {
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
     return v;
 }
-// As copy_bulk, of what others will want too.
-DEVICE void copy_shared(void *to, const void *from, u32 bytes, u64 *arrival) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
-                   "r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+// As copy_bulk, of what others will want too: into the same place of every block of the cluster that the mask names.
+DEVICE void copy_shared(void *to, const void *from, u32 bytes, u64 *arrival, u32 mask) {
+    const u32 at = (u32)__cvta_generic_to_shared(to), count = (u32)__cvta_generic_to_shared(arrival);
+    if (mask == 1)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     ::"r"(at), "l"(from), "r"(bytes), "r"(count) : "memory");
+    else
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                     ::"r"(at), "l"(from), "r"(bytes), "r"(count), "h"((u16)mask) : "memory");
 }
 #endif

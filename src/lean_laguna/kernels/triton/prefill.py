@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from lean_laguna.kernels.triton.prefill_images import lay_images
 from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, norm_rows, silu_and_mul
 from lean_laguna.kernels.triton.prefill_scratch import Block, PrefillScratch, shape_rows, split
-from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
+from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
 from lean_laguna.kernels.triton.prefill_words import decode_linear
 from lean_laguna.kernels.triton.step import Caches
@@ -51,6 +52,30 @@ Tapped = Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], None]
 """What takes the residual stream after a tapped layer; see ``PrefillStep.tapped``."""
 AttendBlock = Callable[..., None]
 """Attention of whole blocks over images of keys: ``kernels.cuda.prompt_attention.attend_block``."""
+
+
+class ExpertKernels(Protocol):
+    """Products of a chunk's experts in place of ``prefill_experts``: ``kernels.cuda.prompt_experts``."""
+
+    TILE_ROWS: int
+
+    def fits_prompt_experts(self, gate_up: object, down: object) -> bool:
+        """Say whether they take a layer's weights."""
+        ...
+
+    def chunk_up(self, x: Tensor, weight: Tensor, sort: ExpertSort, act: Tensor, *, top_k: int) -> None:
+        """Compute gate, up and SiLU of every pair."""
+        ...
+
+    def chunk_down(
+        self, act: Tensor, weight: Tensor, sort: ExpertSort, terms: Tensor, first_column: int = 0
+    ) -> None:
+        """Compute some columns of down of every pair, times its routing weight."""
+        ...
+
+    def fewer_columns(self, columns: int) -> int:
+        """Return half as many columns, or what ``chunk_down`` takes instead."""
+        ...
 
 
 def _has_library(weight: Weight) -> bool:
@@ -82,6 +107,7 @@ class PrefillStep:
             None where there is none.
         attend_block: Attends whole blocks whose keys can be laid in order, from queries that are not ready;
             None leaves them to Triton and the library.
+        experts: Take the experts they fit; None leaves all to Triton.
     """
 
     weights: TargetWeights
@@ -93,6 +119,7 @@ class PrefillStep:
     tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
     attend_block: AttendBlock | None = None
+    experts: ExpertKernels | None = None
     _tiles: PrefillTiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -223,7 +250,7 @@ class PrefillStep:
     def _attend(self, i: int, layer: LayerWeights, table: Tensor, block: Block, chunk_first: int) -> None:
         """Add attention to a block's residual stream; leave it normalised for the MLP."""
         scratch, attention = self.scratch, layer.attention
-        shape, eps, n, first = attention.shape, self.weights.eps, block.length, block.first
+        shape, eps, n = attention.shape, self.weights.eps, block.length
         qkv, heads = split(scratch.beside_keys(), block.rows, shape.width, shape.num_heads * shape.head_dim)
         normed, delta = scratch.normed[block.own], scratch.delta(block.rows)
         self._multiply(normed, attention.qkv, qkv[:, : attention.qkv.shape[0]])
@@ -232,12 +259,10 @@ class PrefillStep:
         at, cache = chunk_first + block.at, self.caches.layers[i]
         is_ordered = self._orders(shape, block.rows, at)
         is_whole = self.attend_block is not None and is_ordered and not self._is_short(block.rows)
-        norms = (attention.q_norm, attention.k_norm)
-        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps, keys_only=is_whole)
         if is_whole:
             self._attend_images(layer, qkv, heads, cache, table, block, at)
         else:
-            self._attend_keys(shape, qkv, heads, cache, table, block, at, is_ordered=is_ordered)
+            self._attend_keys(layer, qkv, heads, cache, table, block, at, is_ordered=is_ordered)
         self._multiply(heads, attention.out, delta)
         add_norm(scratch.hidden[block.own], delta, layer.mlp.norm, normed, n, eps)
 
@@ -257,13 +282,13 @@ class PrefillStep:
         shape, first, n = attention.shape, block.first, block.length
         is_after = block.at > 0 and not shape.window
         num_keys = block.rows + shape.window if shape.window or is_after else at + block.rows
-        lay_images(cache, table, images, shape, first, n, num_keys, is_after=is_after)
-        own = (qkv, heads, attention.q_norm, layer.rotary, images, shape, first, n)
-        self.attend_block(*own, eps=self.weights.eps)
+        own, eps = (cache, table, images, shape, first, n, num_keys), self.weights.eps
+        lay_images(qkv, attention.k_norm, layer.rotary, *own, eps=eps, is_after=is_after)
+        self.attend_block(qkv, heads, attention.q_norm, layer.rotary, images, shape, first, n, eps=eps)
 
     def _attend_keys(
         self,
-        shape: AttentionShape,
+        layer: LayerWeights,
         qkv: Tensor,
         heads: Tensor,
         cache: LayerCache | tuple[Tensor, Tensor],
@@ -274,10 +299,14 @@ class PrefillStep:
         is_ordered: bool,
     ) -> None:
         """Attend from a block at position ``at`` to keys laid in order, or in their pages."""
-        scratch, tile, first, n = self.scratch, self._tiles.attention(shape), block.first, block.length
+        scratch, attention, shape = self.scratch, layer.attention, layer.attention.shape
+        tile, first, n = self._tiles.attention(shape), block.first, block.length
         keys, past, past_keys, end = cache, None, 0, at + block.rows
+        norms, eps = (attention.q_norm, attention.k_norm), self.weights.eps
+        ready_heads(qkv, norms, layer.rotary, cache, table, shape, first, n, eps=eps)
         if is_ordered:
-            keys, is_after = scratch.keys, block.at > 0 and not shape.window
+            # What blocks before have left may be images.
+            keys, is_after = scratch.keys, block.at > 0 and not shape.window and self.attend_block is None
             num_keys = min(end, block.rows + shape.window + tile.keys) if shape.window or is_after else end
             order_keys(cache, table, keys, shape, first, n, num_keys, tile, is_after=is_after)
             past_keys = 0 if shape.window else self._library_keys(at, block.rows, tile)
@@ -327,14 +356,18 @@ class PrefillStep:
         both, shared = split(rest, rows, E + 2 * FS, FS)
         normed, delta = scratch.normed[:rows], scratch.delta(rows)
         for block in blocks:
-            own, x = both[block.own], normed[block.own]
-            self._multiply(x, mlp.router_gate_up, own[:, : mlp.router_gate_up.shape[0]])
+            part, x = both[block.own], normed[block.own]
+            self._multiply(x, mlp.router_gate_up, part[:, : mlp.router_gate_up.shape[0]])
             if mlp.shared_gate_up is not None:
-                self._multiply(x, mlp.shared_gate_up, own[:, E:])
+                self._multiply(x, mlp.shared_gate_up, part[:, E:])
         silu_and_mul(both[:, E:], shared, n)
         for block in blocks:
             self._multiply(shared[block.own], mlp.shared_down, delta[block.own])
+        own = self.experts
+        if own is not None and not own.fits_prompt_experts(mlp.gate_up, mlp.down):
+            own = None
         tile = self._tiles.bank(mlp.gate_up, mlp.down)
+        tile = tile if own is None else replace(tile, rows=own.TILE_ROWS)
         sort_by_expert(
             both,
             mlp.bias,
@@ -346,13 +379,20 @@ class PrefillStep:
             softcap=mlp.softcap,
             norm_topk=mlp.norm_topk,
         )
-        num_tiles = cdiv(rows * A, tile.rows) + E
-        expert_chunk_up(normed, mlp.gate_up, scratch.sort, act.view(rows * A, F), num_tiles, tile, top_k=A)
+        pairs, num_tiles = act.view(rows * A, F), cdiv(rows * A, tile.rows) + E
+        if own is None:
+            expert_chunk_up(normed, mlp.gate_up, scratch.sort, pairs, num_tiles, tile, top_k=A)
+        elif isinstance(mlp.gate_up, Tensor):
+            own.chunk_up(normed, mlp.gate_up, scratch.sort, pairs, top_k=A)
         # As many columns at a time as there is room for, in few different shapes; routing has been read.
         columns = D
         while columns * rows * A > rest.numel():
-            columns = cdiv(columns, 2)
+            columns = cdiv(columns, 2) if own is None else own.fewer_columns(columns)
         for at in range(0, D, columns):
-            own = rest[: rows * A * min(columns, D - at)].view(rows * A, -1)
-            expert_chunk_down(act.view(rows * A, F), mlp.down, scratch.sort, own, num_tiles, tile, at)
-            combine(scratch.hidden[:rows], own.view(rows, A, -1), delta, n, at, scaling=mlp.scaling, tap=tap)
+            terms = rest[: rows * A * min(columns, D - at)].view(rows * A, -1)
+            if own is None:
+                expert_chunk_down(pairs, mlp.down, scratch.sort, terms, num_tiles, tile, at)
+            elif isinstance(mlp.down, Tensor):
+                own.chunk_down(pairs, mlp.down, scratch.sort, terms, at)
+            by_token = terms.view(rows, A, -1)
+            combine(scratch.hidden[:rows], by_token, delta, n, at, scaling=mlp.scaling, tap=tap)

@@ -42,10 +42,9 @@ def _ready_kernel(
     QK_NORM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    FROM: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1) + FROM
+    head = tl.program_id(1)
     live = row < tl.load(num_tokens_ptr)
     position = tl.load(first_ptr) + row
     d = tl.arange(0, P)
@@ -77,7 +76,6 @@ def ready_heads(
     num_tokens: Tensor,
     *,
     eps: float,
-    keys_only: bool = False,
 ) -> None:
     """Normalise and rotate a chunk's queries, in place, and its keys; write keys and values to the cache.
 
@@ -91,11 +89,10 @@ def ready_heads(
         first: [1] int32, position of the chunk's first token.
         num_tokens: [1] int32, tokens of the chunk.
         eps: Of the norms.
-        keys_only: Queries are left as they are.
     """
     H, J = shape.num_heads, shape.num_kv_heads
     cache = LayerCache(*cache)
-    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), J if keys_only else H + J)](
+    _ready_kernel[(cdiv(qkv.shape[0], READY_ROWS), H + J)](
         qkv,
         *norms,
         *rotary,
@@ -115,7 +112,6 @@ def ready_heads(
         QK_NORM=shape.has_qk_norm,
         KV_BLOCK=cache.keys.shape[1],
         ROWS=READY_ROWS,
-        FROM=H if keys_only else 0,
         num_warps=4,
     )
 

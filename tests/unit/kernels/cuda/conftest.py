@@ -18,11 +18,13 @@ def emulator(monkeypatch):
             packed_products,
             products,
             prompt_attention,
+            prompt_experts,
             wide_experts,
         )
         from support.cuda_emulation import emulate
 
-        for module in (attention, products, packed_products, prompt_attention, wide_experts):
+        own = (attention, products, packed_products, prompt_attention, prompt_experts, wide_experts)
+        for module in own:
             monkeypatch.setattr(module, "launch_kernel", emulate)
 
 

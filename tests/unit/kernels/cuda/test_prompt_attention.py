@@ -75,5 +75,6 @@ def test_bits_depend_on_neither_block_nor_programs(draw, poisoned, device, count
     scene = Scene(shape, 512, draw, device)
     whole = scene.run(0, 512, count, poisoned, 512)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module, "CLUSTER", 2)
     parts = [scene.run(first, 256, count, poisoned, 256) for first in (0, 256)]
     assert torch.equal(torch.cat(parts), whole)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import shutil
+import sys
 
 import pytest
 import torch
@@ -53,7 +55,7 @@ def kernel_weights(target, dtype, device):
             has_gate=config.gating[i] == "per-head",
         )
         tables = rotary_tables(
-            inverse_frequencies(rope, config.head_dim).to(device), 256, rope.attention_scaling, dtype
+            inverse_frequencies(rope, config.head_dim).to(device), 512, rope.attention_scaling, dtype
         )
         if config.mlp_layer_types[i] == "dense":
             mlp = dense_weights(state, prefix)
@@ -235,7 +237,7 @@ def test_launches_of_a_block_are_the_same_wherever_it_lies(half, device, assert_
 def test_every_position_of_a_short_block_has_its_launches(half, device, monkeypatch):
     monkeypatch.setattr(prefill, "FAR", 20)
     step = Scene(half, device).step()
-    room, most = step.scratch.keys[0].shape[0] - prefill.ORDERED_SLACK, 256  # rows of the rotary tables
+    room, most = step.scratch.keys[0].shape[0] - prefill.ORDERED_SLACK, 512  # rows of the rotary tables
     assert step.spans(CHUNK) == [(0, room - CHUNK, room - CHUNK)]
     rows = CHUNK // 2
     spans = step.spans(rows)
@@ -297,5 +299,43 @@ def test_how_long_chunks_are_changes_no_bits(half, device, assert_same_bits):
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
     for mine, theirs in zip(scene.keys(long), scene.keys(step), strict=True):
+        for which in (0, 1):
+            assert_same_bits(mine[which], theirs[which])
+
+
+@pytest.fixture
+def own_kernels(device, monkeypatch):
+    """What takes whole blocks in CUDA C++."""
+    from lean_laguna.kernels.cuda import prompt_attention, prompt_experts
+
+    if device != "cuda":
+        from support.cuda_emulation import emulate
+
+        for module in (prompt_attention, prompt_experts):
+            monkeypatch.setattr(module, "launch_kernel", emulate)
+    return {"attend_block": prompt_attention.attend_block, "experts": prompt_experts}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and not torch.cuda.is_available(), reason="no g++")
+def test_whole_blocks_by_other_kernels_equal_the_model_too(
+    device, own_kernels, assert_same_bits, monkeypatch
+):
+    # Under the interpreter no short block follows: it knows no products of bfloat16.
+    length, block = 256 + 44 * (device == "cuda"), 128
+    monkeypatch.setattr(sys.modules[__name__], "LENGTH", length)
+    monkeypatch.setattr(sys.modules[__name__], "CHUNK", block)
+    shapes = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 128, "sliding_window": block}
+    heads = {"num_key_value_heads": 1, "num_attention_heads_per_layer": [2, 3, 2]}
+    scene = Scene(torch.bfloat16, device, **shapes, **heads)
+    short, long = (dataclasses.replace(scene.step(rows=rows), **own_kernels) for rows in (block, 3 * block))
+    assert short.spans(block)[0][0] == 0
+    (hidden, taps), found = scene.feed(short, length), scene.feed(long, length)
+    expected, expected_taps = PagedRun(scene.target, [length]).step([(0, scene.ids)], TAPS)[0]
+    assert_near(hidden.float() @ scene.weights.head.float().T, expected, torch.bfloat16)
+    assert_near(taps, expected_taps, torch.bfloat16)
+    assert_same_bits(found[0], hidden)
+    assert_same_bits(found[1], taps)
+    for mine, theirs in zip(scene.keys(long, length), scene.keys(short, length), strict=True):
         for which in (0, 1):
             assert_same_bits(mine[which], theirs[which])
