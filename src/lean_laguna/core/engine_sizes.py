@@ -16,9 +16,6 @@ SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 """Keys that a prompt's attention lays in order before it starts, and rows beyond them for whole blocks."""
 
-EXPERT_COLUMNS = 256
-"""Of what experts add to a prompt's rows, at a time, at least."""
-
 
 def gpu_chunks(asked: int | None) -> tuple[int, int, int]:
     """Return the rows of a block of prompt, and the most of a step: of a request alone, and beside others.

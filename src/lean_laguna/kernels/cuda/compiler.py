@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HEADERS = ("common.cuh", "packed.cuh", "routing.cuh", "units.cuh", "warpgroups.cuh")
-WITH_WARPGROUPS = ("prompt_attention", "prompt_experts")
+WITH_WARPGROUPS = ("prompt_attention",)
 """Kernels whose instructions one architecture has and no later one."""
 
 

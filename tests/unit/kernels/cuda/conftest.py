@@ -13,16 +13,10 @@ if not HAS_GPU and shutil.which("g++") is None:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     if not HAS_GPU:
-        from lean_laguna.kernels.cuda import (
-            attention,
-            packed_products,
-            products,
-            prompt_attention,
-            prompt_experts,
-        )
+        from lean_laguna.kernels.cuda import attention, packed_products, products, prompt_attention
         from support.cuda_emulation import emulate
 
-        for module in (attention, products, packed_products, prompt_attention, prompt_experts):
+        for module in (attention, products, packed_products, prompt_attention):
             monkeypatch.setattr(module, "launch_kernel", emulate)
 
 
