@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from random_model import TINY, XS, Maker
 from torch import Tensor
 
-from lean_laguna.kernels.cuda import driver, prompt_experts
+from lean_laguna.kernels.cuda import driver
 from lean_laguna.kernels.cuda.prompt_attention import attend_block, has_warpgroups
 from lean_laguna.kernels.triton.launch import cdiv
 from lean_laguna.kernels.triton.prefill import PrefillStep
@@ -110,7 +110,9 @@ class Bench:
         self.lengths = (20, 40) if args.tiny else (256, 2048, 32768)
         small = AttentionTile(16, 16, 4, 2)
         few = ExpertTile(16, 16, 32, 16, 4, 4, 2, 2)
-        self.attend_block = None if args.tiny or not has_warpgroups(torch.device("cuda")) else attend_block
+        self.own: dict[str, Any] = {}
+        if not args.tiny and has_warpgroups(torch.device("cuda")):
+            self.own = {"attend_block": attend_block}
         self.tiles = PrefillTiles(small, small, few) if args.tiny else PrefillTiles()
 
     def left(self) -> float:
@@ -156,7 +158,7 @@ class Bench:
             self.shape.taps,
             taps,
             tiles=tiles or self.tiles,
-            attend_block=self.attend_block,
+            **self.own,
         )
 
     def compile(self, runs: list[Run]) -> None:
@@ -239,7 +241,7 @@ class Bench:
             taps = torch.full_like(scratch.hidden, float("nan"))[:, None]
             got, at = [], 0
             step = PrefillStep(weights, caches, scratch, (0,), taps, tiles=self.tiles, library_from=chunk)
-            step.attend_block = self.attend_block
+            step = dataclasses.replace(step, **self.own)
             while at < length:
                 n = min(2 * chunk, length - at)
                 step.scratch.input_ids[:n] = ids[at : at + n]
@@ -314,10 +316,9 @@ class Bench:
             step = dataclasses.replace(self.step(chunk), attend_block=None)
             run = partial(self.whole, step, max(self.lengths), chunk)
             out[f"Triton and the library, chunks of {chunk}"] = round(self.time_ms(run, 2), 2)
-        for chunk in self.chunks if self.attend_block is not None else ():
-            for name, experts in (("graphs", None), ("graphs, experts in CUDA C++ too", prompt_experts)):
-                run = self.graphed(dataclasses.replace(self.step(chunk), experts=experts), chunk)
-                out[f"{name}, chunks of {chunk}"] = round(self.time_ms(run, 5), 2)
+        for chunk in self.chunks if self.own else ():
+            run = self.graphed(self.step(chunk), chunk)
+            out[f"graphs, chunks of {chunk}"] = round(self.time_ms(run, 5), 2)
         return out
 
     def graphed(self, step: PrefillStep, chunk: int) -> Run:

@@ -1,5 +1,6 @@
 // Runs a CUDA kernel of this project on a CPU, one block after another: a fiber a thread, barriers and warp
-// operations as meeting points. For checking logic, not timing; only what the kernels use is here.
+// operations as meeting points. For checking logic, not timing; only what the kernels use is here, and what does not
+// follow a kernel in runtime.cpp, which is compiled once.
 #pragma once
 #include "standard.h"
 
@@ -21,24 +22,22 @@ struct Fiber {
     jmp_buf at;
     std::vector<char> stack;
     bool is_started, is_done;
+    const int *watched;  // while it holds what was seen, there is no need to look in
+    int seen;
 };
 struct Meeting { int waiting = 0, round = 0; };
 struct Dim { int x; };
-// Of an arrival: who made it, at which meetings, and how many of its phases somebody has waited for.
-struct Made { int thread, block_round, warp_round, cluster_round, num_waited; };
-static std::vector<Fiber> fibers;
-static std::vector<Meeting> warps, blocks, firsts;
-static Meeting cluster;
-static jmp_buf scheduler;
+extern std::vector<Fiber> fibers;
+extern std::vector<Meeting> warps, blocks, firsts;
+extern Meeting cluster;
+extern jmp_buf scheduler;
 // Blocks of a cluster run side by side; `shared_pitch` bytes from one's shared memory to the next one's.
-static int current, num_threads, block_index, num_blocks, num_alive, shared_pitch;
-static std::vector<u8> shared;
-static std::function<void()> body;
+extern int current, num_threads, block_index, num_blocks, num_alive, shared_pitch;
+extern std::vector<u8> shared;
 struct Lane { u32 a[4], b[2]; float f; int i; const u16 *p; };
-static std::vector<Lane> lanes;
-static std::map<const u64 *, Made> arrivals;
-static std::map<const u64 *, int> turns;
-static const char *failure;  // what would end a kernel on a card, or might
+extern std::vector<Lane> lanes;
+extern const char *failure;  // what would end a kernel on a card, or might
+void run(int grid, int block_threads, int shared_size, int cluster_size, void (*kernel)(void **), void **args);
 
 static inline void pause() {
     if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
@@ -48,68 +47,16 @@ static inline void meet(Meeting &m, int size) {
     if (++m.waiting == size) {
         m.waiting = 0;
         m.round++;
-    } else
-        while (m.round == round) pause();
+    } else {
+        Fiber &own = fibers[current];
+        own.watched = &m.round, own.seen = round;
+        pause();
+        own.watched = nullptr;
+    }
 }
 static inline void meet_warp() { meet(warps[current / 32], 32); }
-static std::vector<int> arrived_in;
-static inline void arrive_at_cluster() {
-    arrived_in[current] = cluster.round;
-    cluster.waiting++;
-}
-static inline void wait_for_cluster() {
-    while (cluster.round == arrived_in[current]) {
-        if (cluster.waiting < num_alive)
-            pause();
-        else
-            cluster.waiting = 0, cluster.round++;
-    }
-}
-static void enter() {
-    body();
-    fibers[current].is_done = true;
-    num_alive--;
-    pause();
-}
-static void run(int grid, int block_threads, int shared_size, int cluster_size, std::function<void()> kernel) {
-    body = kernel, num_threads = block_threads, num_blocks = grid;
-    shared_pitch = (shared_size + 79) / 16 * 16;
-    const int threads = block_threads * cluster_size;
-    fibers.resize(threads), lanes.resize(threads), warps.assign(threads / 32, {});
-    for (block_index = 0; block_index < grid; block_index += cluster_size) {
-        // Poisoned, so that reading what nobody wrote shows: bf16 NaNs.
-        shared.assign(shared_pitch * cluster_size + 16, 0xff);
-        blocks.assign(cluster_size, {});
-        firsts.assign(cluster_size, {});
-        turns.clear();
-        cluster = {}, num_alive = threads;
-        arrived_in.assign(threads, 0);
-        arrivals.clear();
-        for (auto &m : warps) m = {};
-        for (auto &f : fibers) {
-            f.stack.resize(1 << 16), f.is_started = f.is_done = false;
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, enter, 0);
-        }
-        for (bool busy = true; busy;) {
-            busy = false;
-            for (current = 0; current < threads; current++) {
-                Fiber &f = fibers[current];
-                if (f.is_done) continue;
-                busy = true;
-                if (_setjmp(scheduler)) continue;
-                if (f.is_started) _longjmp(f.at, 1);
-                f.is_started = true;
-                setcontext(&f.context);
-            }
-        }
-        for (auto &[arrival, made] : arrivals)
-            if ((int)(*arrival >> 32) != made.num_waited || (u32)*arrival)
-                failure = "a block left while bytes that nobody waited for may be under way";
-    }
-}
+void arrive_at_cluster();
+void wait_for_cluster();
 template <class... Types, size_t... I>
 static void call(void (*kernel)(Types...), void **args, std::index_sequence<I...>) { kernel(*(Types *)args[I]...); }
 template <class... Types> static void call(void (*kernel)(Types...), void **args) {
@@ -134,11 +81,12 @@ template <class T> static T gathered(T Lane::*field, T own, int from) {
 #define EXTERN_SHARED(T, NAME)                                                      \
     T *NAME = (T *)(((uintptr_t)emulator::shared.data() + 15) / 16 * 16 +           \
                     emulator::current / emulator::num_threads * emulator::shared_pitch)
-#define EMULATE(NAME)                                                                           \
-    extern "C" const char *emulate(int grid, int threads, int shared_size, void **args) {       \
-        emulator::failure = nullptr;                                                            \
-        emulator::run(grid, threads, shared_size, CLUSTER, [&] { emulator::call(NAME, args); }); \
-        return emulator::failure;                                                               \
+#define SEEN __attribute__((visibility("default")))
+#define EMULATE(NAME)                                                                          \
+    extern "C" SEEN const char *emulate(int grid, int threads, int shared_size, void **args) { \
+        auto kernel = [](void **args) { emulator::call(NAME, args); };                         \
+        emulator::run(grid, threads, shared_size, CLUSTER, kernel, args);                      \
+        return emulator::failure;                                                              \
     }
 #define threadIdx (emulator::Dim{emulator::current % emulator::num_threads})
 #define blockIdx (emulator::Dim{emulator::block_index + emulator::current / emulator::num_threads})
@@ -254,11 +202,7 @@ DEVICE int min_over_warp(int v) {
 }
 // An arrival: phases over in the upper half, bytes still to come of this one in the lower. Copies happen at once.
 // On a card, waiting for one that was not made yet ends in "unspecified launch failure".
-DEVICE void init_arrival(u64 *arrival) {
-    using namespace emulator;
-    *arrival = 0;
-    arrivals[arrival] = {current, blocks[current / num_threads].round, warps[current / 32].round, cluster.round, 0};
-}
+void init_arrival(u64 *arrival);
 DEVICE void show_arrivals() {}
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
 DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
@@ -266,21 +210,7 @@ DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
     *arrival -= bytes;
     if ((u32)*arrival == 0) *arrival += 1ull << 32;
 }
-DEVICE void wait_for_bytes(u64 *arrival, u32 parity) {
-    using namespace emulator;
-    const auto found = arrivals.find(arrival);
-    if (found == arrivals.end()) {
-        failure = "a wait for an arrival that was not made";
-        return;
-    }
-    Made &made = found->second;
-    const bool same_warp = made.thread / 32 == current / 32 && warps[current / 32].round > made.warp_round;
-    if (made.thread != current && !same_warp && blocks[current / num_threads].round == made.block_round &&
-        cluster.round == made.cluster_round)
-        failure = "a wait for an arrival that no barrier has shown";
-    while ((*arrival >> 32 & 1) == parity) pause();
-    made.num_waited = (int)(*arrival >> 32);
-}
+void wait_for_bytes(u64 *arrival, u32 parity);
 static inline void count_bytes(u64 *arrival, u32 bytes) {
     *arrival -= bytes;
     if ((u32)*arrival == 0) *arrival += 1ull << 32;
@@ -302,17 +232,9 @@ DEVICE void send4(float4 *p, int rank, float4 v, u64 *arrival) {
     count_bytes((u64 *)present(arrival, rank), 16);
 }
 static inline void show_cluster() { arrive_at_cluster(); }
-DEVICE void init_turns(u64 *turns, int count) {
-    *turns = (u32)count;
-    emulator::turns[turns] = count;
-}
-DEVICE void end_turn(u64 *turns) {
-    if ((u32)(--*turns) == 0) *turns += (1ull << 32) + emulator::turns[turns];
-}
-DEVICE void wait_for_turns(u64 *turns, u32 parity) {
-    if (!emulator::turns.count(turns)) emulator::failure = "a wait for turns that were not made";
-    while ((*turns >> 32 & 1) == parity) emulator::pause();
-}
+void init_turns(u64 *turns, int count);
+void end_turn(u64 *turns);
+void wait_for_turns(u64 *turns, u32 parity);
 DEVICE void sync_first(int threads) {
     emulator::meet(emulator::firsts[emulator::current / emulator::num_threads], threads);
 }
@@ -320,13 +242,5 @@ DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float power2(float x) { return exp2f(x); }
 DEVICE float logarithm2(float x) { return log2f(x); }
 #define __expf expf
-// What the kernel before leaves, there once somebody waits for it.
-namespace emulator {
-static struct { void *to; const void *from; size_t bytes; } inputs;
-}
-extern "C" void leave_inputs(void *to, const void *from, size_t bytes) { emulator::inputs = {to, from, bytes}; }
-DEVICE void wait_for_inputs() {
-    if (emulator::inputs.bytes) memcpy(emulator::inputs.to, emulator::inputs.from, emulator::inputs.bytes);
-    emulator::inputs.bytes = 0;
-}
+void wait_for_inputs();
 DEVICE void let_next_start() {}

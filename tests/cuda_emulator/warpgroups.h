@@ -41,58 +41,24 @@ DEVICE void multiply_panel(float (&d)[64], const u32 *a, Panel b, bool adds) {
     }
     meet_warpgroup();
 }
-DEVICE void multiply_panels(float (&d)[128], Panel a, Panel b, bool adds) {
-    using namespace emulator;
-    meet_warpgroup();
-    const int row = current % 128 / 32 * 16 + current % 32 / 4, t = current % 4;
-    for (int i = 0; i < 128; i++) {
-        float sum = adds ? d[i] : 0.0f;
-        for (int k = 0; k < 16; k++)
-            sum += column_at(a, row + (i / 2 & 1) * 8, k) * column_at(b, i / 4 * 8 + 2 * t + (i & 1), k);
-        d[i] = sum;
-    }
-    meet_warpgroup();
-}
-// A map: where a matrix begins, and the bytes of its rows; 128 rows at a time.
-struct Map { u64 words[16]; };
-#define MAP_PARAMETER Map
 #define CLUSTERED(THREADS, SIZE) void
+// Parts of others may come before they are expected: then fewer than no bytes are missing.
 namespace emulator {
-struct Filled { int threads, missing; long bytes; u32 phase; };
+struct Filled { bool is_expected; long bytes; u32 phase; };
 static std::map<const u64 *, Filled> filled;
 static inline void look_at(Filled &own) {
-    if (own.missing == 0 && own.bytes == 0) own.missing = own.threads, own.phase++;
+    if (own.is_expected && own.bytes == 0) own.is_expected = false, own.phase++;
 }
 }  // namespace emulator
-DEVICE void init_filled(u64 *p, int threads) { emulator::filled[p] = {threads, threads, 0, 0}; }
-DEVICE void fill_by_maps(u64 *p, u32 bytes) {
+DEVICE void init_filled(u64 *p) { emulator::filled[p] = {false, 0, 0}; }
+DEVICE void expect_parts(u64 *p, u32 bytes) {
     emulator::Filled &own = emulator::filled.at(p);
-    own.bytes += bytes, own.missing--;
-    emulator::look_at(own);
-}
-DEVICE void fill_by_copies(u64 *p) {
-    emulator::Filled &own = emulator::filled.at(p);
-    own.missing--;
+    own.bytes += bytes, own.is_expected = true;
     emulator::look_at(own);
 }
 DEVICE void wait_until_filled(u64 *p, u32 parity) {
     while ((emulator::filled.at(p).phase & 1) == parity) emulator::pause();
 }
-DEVICE void copy_rows(void *to, const Map &map, int column, int row, u64 *p, u32 mask) {
-    for (int rank = 0; mask >> rank; rank++) {
-        if (!(mask >> rank & 1)) continue;
-        u8 *own = present(to, rank);
-        for (int n = 0; n < 128; n++) {
-            const int from = row + n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
-            for (int c = 0; c < 8; c++)
-                memcpy(own + n * 128 + (c ^ n % 8) * 16, (const u8 *)map.words[0] + from * map.words[1] + column * 2 + c * 16, 16);
-        }
-        emulator::Filled &count = emulator::filled.at((const u64 *)present(p, rank));
-        count.bytes -= 128 * 128;
-        emulator::look_at(count);
-    }
-}
-DEVICE void prefetch_rows(const Map &, int, int) {}
 DEVICE void end_turn_at(u64 *turns, int rank) { end_turn((u64 *)present(turns, rank)); }
 static inline void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 template <int COUNT> DEVICE void take_registers() {}

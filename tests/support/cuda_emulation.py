@@ -19,39 +19,50 @@ KEPT = Path(__file__).parents[2] / "build" / "cuda-emulator"
 def _library(source):
     constants = "".join(f"#define {key} {value}\n" for key, value in source.constants)
     text = f'#include "standard.h"\n{constants}#include "{source.name}.cu"\nEMULATE({source.name})\n'
-    includes = [f"-I{_precompiled()}", f"-I{HERE}", f"-I{compiler.FOLDER}"]
-    library = ctypes.CDLL(str(_compiled(text, "c++", "kernel.so", "-shared", *includes)))
+    kernel = (compiler.FOLDER / f"{source.name}.cu").read_text()
+    options = ["-shared", *_includes()]
+    made = _compiled(text, "c++", "kernel.so", *options, objects=[_runtime()], includes=kernel)
+    library = ctypes.CDLL(str(made))
     library.emulate.restype = ctypes.c_char_p
     return library
 
 
-def _precompiled():
-    """Return the folder of the standard headers, whose reading takes longer than most kernels'."""
-    return _compiled((HERE / "standard.h").read_text(), "c++-header", "standard.h.gch").parent
+@functools.cache
+def _includes():
+    """Return the folders of headers; that of the precompiled ones comes first."""
+    precompiled = _compiled((HERE / "standard.h").read_text(), "c++-header", "standard.h.gch")
+    return [f"-I{precompiled.parent}", f"-I{HERE}", f"-I{compiler.FOLDER}"]
 
 
-def _compiled(text, language, name, *options):
+@functools.cache
+def _runtime():
+    """Return the object that every kernel is linked with: to compile it took longer than most kernels do."""
+    return _compiled((HERE / "runtime.cpp").read_text(), "c++", "runtime.o", "-c", *_includes())
+
+
+def _compiled(text, language, name, *options, objects=(), includes=""):
     """Compile once, whichever process and run of the tests asks first.
 
-    What it is made of names its folder: the text, every header and kernel, and the compiler.
+    What it is made of names its folder: the text, what it includes, every header, and the compiler.
     """
-    folder = KEPT / hashlib.sha256(f"{text}{options}{_everything()}".encode()).hexdigest()[:32]
+    folder = KEPT / hashlib.sha256(f"{text}{includes}{options}{_headers()}".encode()).hexdigest()[:32]
     made = folder / name
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             unit, output = Path(own) / "unit", Path(own) / "output"
             unit.write_text(text)
-            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED", *options]
-            command += ["-x", language, str(unit), "-o", str(output)]
+            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", "-DEMULATED"]
+            command += [*options, "-x", language, str(unit), "-x", "none", *map(str, objects)]
+            command += ["-o", str(output)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             output.replace(made)
     return made
 
 
 @functools.cache
-def _everything():
-    files = [*sorted(HERE.iterdir()), *sorted(compiler.FOLDER.glob("*.cu*"))]
+def _headers():
+    files = [*sorted(HERE.iterdir()), *sorted(compiler.FOLDER.glob("*.cuh"))]
     version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
     return hashlib.sha256("".join([version, *(file.read_text() for file in files)]).encode()).hexdigest()
 

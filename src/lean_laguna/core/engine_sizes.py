@@ -21,9 +21,6 @@ SPLIT_KEYS, NEAR_SPLITS, FAR_SPLIT_CHUNKS = 64, 128, 8
 MAX_ORDERED_KEYS, ORDERED_SLACK = 65536, 256
 """Keys that a prompt's attention lays in order before it starts, and rows beyond them for whole blocks."""
 
-EXPERT_COLUMNS = 256
-"""Of what experts add to a prompt's rows, at a time, at least."""
-
 
 def rows_of_launch(num_rows: int, most_rows: int = MAX_ROWS) -> int:
     """Return the rows that launches are made for.

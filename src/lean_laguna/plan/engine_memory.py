@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.engine_sizes import (
     CPU_CHUNK_SIZE,
-    EXPERT_COLUMNS,
     FAR_SPLIT_CHUNKS,
     GPU_STEPS_AHEAD,
     MAX_ORDERED_KEYS,
@@ -225,8 +224,7 @@ class EngineMemory:
         if "sparse" not in config.mlp_layer_types:
             return 0
         routing = config.num_experts + 3 * config.shared_expert_intermediate_size
-        width = config.hidden_size
-        terms = config.num_experts_per_tok * max(-(-width // pieces), min(width, EXPERT_COLUMNS))
+        terms = config.num_experts_per_tok * -(-config.hidden_size // pieces)
         return config.num_experts_per_tok * config.moe_intermediate_size + max(routing, terms)
 
     def _context_values(self) -> int:

@@ -27,7 +27,7 @@ HEADERS = (
     "warpgroups.cuh",
     "wide.cuh",
 )
-WITH_WARPGROUPS = ("prompt_attention", "prompt_experts")
+WITH_WARPGROUPS = ("prompt_attention",)
 """Kernels whose instructions one architecture has and no later one."""
 
 

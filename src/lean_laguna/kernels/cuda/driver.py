@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,18 +13,14 @@ from torch import Tensor
 
 from lean_laguna.kernels.cuda.compiler import Source, compiled
 
-Argument = Tensor | int | float | bytes | None
-"""Of a kernel: a tensor's address, a 32-bit integer or float, a value as it is, or a null pointer."""
+Argument = Tensor | int | float | None
+"""Of a kernel: a tensor's address, a 32-bit integer or float, or a null pointer."""
 
 _EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 _SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE, bytes a thread
-_BF16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
 class _Attribute(ctypes.Structure):
@@ -144,52 +139,12 @@ def compile_ahead(sources: list[Source], device: torch.device) -> None:
         list(pool.map(lambda source: compiled(source, architecture(index)), dict.fromkeys(sources)))
 
 
-def row_map(matrix: Tensor) -> bytes:
-    """Return what brings 128 rows of a matrix, 64 columns, into a panel (``copy_rows``).
-
-    Args:
-        matrix: [., .] bf16, rows one after another, a multiple of 32.
-
-    Raises:
-        RuntimeError: If the driver refuses.
-    """
-    return _row_map(matrix.data_ptr(), *matrix.shape, matrix.is_cuda)
-
-
-@functools.lru_cache(1024)
-def _row_map(address: int, rows: int, width: int, is_cuda: bool) -> bytes:
-    row = width * 2
-    if not is_cuda:  # an emulator's
-        return struct.pack("QQ", address, row).ljust(_MAP_BYTES, b"\0")
-    room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-    at = -ctypes.addressof(room) % _MAP_ALIGNMENT
-    status = _cuda().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(room) + at),
-        _BF16,
-        5,
-        ctypes.c_void_p(address),
-        # Columns; two rows, every eighth row, every other row, 32 rows.
-        (ctypes.c_uint64 * 5)(width, 2, 4, 4, rows // 32),
-        (ctypes.c_uint64 * 4)(row, 8 * row, 2 * row, 32 * row),
-        (ctypes.c_uint32 * 5)(64, 2, 4, 4, 4),
-        (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
-        0,
-        _SWIZZLE,
-        _PROMOTION,
-        0,
-    )
-    _check(status, "tensor map")
-    return room.raw[at : at + _MAP_BYTES]
-
-
 def packed(arguments: tuple[Argument, ...]) -> tuple[ctypes.Array[ctypes.c_void_p], list[object]]:
     """Return pointers to the arguments' values, as a launch takes them, and the values, to keep till then."""
-    values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.Array[ctypes.c_char]] = []
+    values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             values.append(ctypes.c_void_p(argument.data_ptr()))
-        elif isinstance(argument, bytes):
-            values.append((ctypes.c_char * len(argument)).from_buffer_copy(argument))
         elif argument is None:
             values.append(ctypes.c_void_p(0))
         else:

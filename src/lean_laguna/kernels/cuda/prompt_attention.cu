@@ -39,7 +39,7 @@ DEVICE void ask_for(Ring *ring, int kind, int count, u8 *stages, const u16 *imag
     const int stage = count % STAGES;
     const int own = blockIdx.x % CLUSTER * SHARE;
     if (count >= STAGES) wait_for_turns(&ring->left[kind][stage], (count / STAGES - 1) & 1);
-    fill_by_maps(&ring->came[kind][stage], IMAGE * 2);
+    expect_parts(&ring->came[kind][stage], IMAGE * 2);
     copy_shared(stages + ((kind * STAGES + stage) * IMAGE + own) * 2, images + (size_t)(block * J + head) * IMAGE + own, SHARE * 2,
                 &ring->came[kind][stage], (1 << CLUSTER) - 1);
 }
@@ -303,7 +303,7 @@ prompt_attention(const u16 *qkv, u16 *out, const u16 *norm, const u16 *cos_table
     if (threadIdx.x == 0) {
         for (int kind = 0; kind < 2; kind++)
             for (int stage = 0; stage < STAGES; stage++)
-                init_filled(&ring->came[kind][stage], 1), init_turns(&ring->left[kind][stage], CLUSTER * CONSUMER_WARPS);
+                init_filled(&ring->came[kind][stage]), init_turns(&ring->left[kind][stage], CLUSTER * CONSUMER_WARPS);
         show_arrivals();
     }
     sync_cluster();

@@ -50,38 +50,6 @@ DEVICE void multiply_panel(float (&d)[64], const u32 *a, Panel b, bool adds) {
                    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds));
 }
-// The same of 256 columns, two panels' one after the other; the left operand is a panel too, of 64 rows.
-DEVICE void multiply_panels(float (&d)[128], Panel a, Panel b, bool adds) {
-    asm volatile(
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, adds, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                   "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-                   "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-                   "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-                   "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-                   "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-                   "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-                   "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-                   "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-                   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-                 : "l"(a), "l"(b), "r"((int)adds));
-}
 // Registers of each thread of a warpgroup, of those that were given to the block.
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -94,32 +62,10 @@ DEVICE int thread_index() {
 // A barrier of so many threads, numbered from 2 on: to wait at, or to be counted at and go on.
 DEVICE void wait_at(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 DEVICE void count_at(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-// How rows of a matrix come into panels; made by the driver.
-struct __align__(64) Map {
-    u64 words[16];
-};
-#define MAP_PARAMETER const __grid_constant__ Map
-// What fills a stage: an arrival of so many threads, and of the bytes that one of them expects.
-DEVICE void init_filled(u64 *filled, int threads) { init_turns(filled, threads); }
-DEVICE void fill_by_maps(u64 *filled, u32 bytes) { expect_bytes(filled, bytes); }
-// This thread's copies so far, once they are there.
-DEVICE void fill_by_copies(u64 *filled) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"((u32)__cvta_generic_to_shared(filled)) : "memory");
-}
+// What fills a stage, of which every program of a cluster brings a part: over when as many bytes have come as were expected.
+DEVICE void init_filled(u64 *filled) { init_turns(filled, 1); }
+DEVICE void expect_parts(u64 *filled, u32 bytes) { expect_bytes(filled, bytes); }
 DEVICE void wait_until_filled(u64 *filled, u32 parity) { wait_for_bytes(filled, parity); }
-// 128 rows from `row` on, a multiple of 32, 64 columns from `column` on, into the same place of every block of the cluster
-// that the mask names. Of 32 rows the one at 8t + 2i + e comes to 8i + 2t + e: a thread has eight of them in a row.
-DEVICE void copy_rows(void *to, const Map &map, int column, int row, u64 *filled, u32 mask) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %6, %6, %6, %4}], [%2], %5;"
-                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(&map), "r"((u32)__cvta_generic_to_shared(filled)), "r"(column),
-                   "r"(row / 32), "h"((u16)mask), "r"(0) : "memory");
-}
-// Ask for the same into L2: a hint.
-DEVICE void prefetch_rows(const Map &map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %3, %3, %3, %2}];"
-                 ::"l"(&map), "r"(column), "r"(row / 32), "r"(0) : "memory");
-}
 // As end_turn, at block `rank`'s: nothing was written, what was read had been waited for.
 DEVICE void end_turn_at(u64 *turns, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(turns, rank)) : "memory");

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from lean_laguna.kernels.triton.prefill_images import lay_images
 from lean_laguna.kernels.triton.prefill_keys import order_keys, ready_heads
 from lean_laguna.kernels.triton.prefill_rows import add_norm, combine, embed_norm, norm_rows, silu_and_mul
 from lean_laguna.kernels.triton.prefill_scratch import Block, PrefillScratch, shape_rows, split
-from lean_laguna.kernels.triton.prefill_sort import ExpertSort, sort_by_expert
+from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, PrefillTiles
 from lean_laguna.kernels.triton.prefill_words import decode_linear
 from lean_laguna.kernels.triton.step import Caches
@@ -52,30 +51,6 @@ Tapped = Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], None]
 """What takes the residual stream after a tapped layer; see ``PrefillStep.tapped``."""
 AttendBlock = Callable[..., None]
 """Attention of whole blocks over images of keys: ``kernels.cuda.prompt_attention.attend_block``."""
-
-
-class ExpertKernels(Protocol):
-    """Products of a chunk's experts in place of ``prefill_experts``: ``kernels.cuda.prompt_experts``."""
-
-    TILE_ROWS: int
-
-    def fits_prompt_experts(self, gate_up: object, down: object) -> bool:
-        """Say whether they take a layer's weights."""
-        ...
-
-    def chunk_up(self, x: Tensor, weight: Tensor, sort: ExpertSort, act: Tensor, *, top_k: int) -> None:
-        """Compute gate, up and SiLU of every pair."""
-        ...
-
-    def chunk_down(
-        self, act: Tensor, weight: Tensor, sort: ExpertSort, terms: Tensor, first_column: int = 0
-    ) -> None:
-        """Compute some columns of down of every pair, times its routing weight."""
-        ...
-
-    def fewer_columns(self, columns: int) -> int:
-        """Return half as many columns, or what ``chunk_down`` takes instead."""
-        ...
 
 
 def _has_library(weight: Weight) -> bool:
@@ -107,7 +82,6 @@ class PrefillStep:
             None where there is none.
         attend_block: Attends whole blocks whose keys can be laid in order, from queries that are not ready;
             None leaves them to Triton and the library.
-        experts: Take the experts they fit; None leaves all to Triton.
     """
 
     weights: TargetWeights
@@ -119,7 +93,6 @@ class PrefillStep:
     tiles: PrefillTiles | None = None
     library_from: int | None = LIBRARY_FROM
     attend_block: AttendBlock | None = None
-    experts: ExpertKernels | None = None
     _tiles: PrefillTiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -356,18 +329,14 @@ class PrefillStep:
         both, shared = split(rest, rows, E + 2 * FS, FS)
         normed, delta = scratch.normed[:rows], scratch.delta(rows)
         for block in blocks:
-            part, x = both[block.own], normed[block.own]
-            self._multiply(x, mlp.router_gate_up, part[:, : mlp.router_gate_up.shape[0]])
+            own, x = both[block.own], normed[block.own]
+            self._multiply(x, mlp.router_gate_up, own[:, : mlp.router_gate_up.shape[0]])
             if mlp.shared_gate_up is not None:
-                self._multiply(x, mlp.shared_gate_up, part[:, E:])
+                self._multiply(x, mlp.shared_gate_up, own[:, E:])
         silu_and_mul(both[:, E:], shared, n)
         for block in blocks:
             self._multiply(shared[block.own], mlp.shared_down, delta[block.own])
-        own = self.experts
-        if own is not None and not own.fits_prompt_experts(mlp.gate_up, mlp.down):
-            own = None
         tile = self._tiles.bank(mlp.gate_up, mlp.down)
-        tile = tile if own is None else replace(tile, rows=own.TILE_ROWS)
         sort_by_expert(
             both,
             mlp.bias,
@@ -379,20 +348,13 @@ class PrefillStep:
             softcap=mlp.softcap,
             norm_topk=mlp.norm_topk,
         )
-        pairs, num_tiles = act.view(rows * A, F), cdiv(rows * A, tile.rows) + E
-        if own is None:
-            expert_chunk_up(normed, mlp.gate_up, scratch.sort, pairs, num_tiles, tile, top_k=A)
-        elif isinstance(mlp.gate_up, Tensor):
-            own.chunk_up(normed, mlp.gate_up, scratch.sort, pairs, top_k=A)
+        num_tiles = cdiv(rows * A, tile.rows) + E
+        expert_chunk_up(normed, mlp.gate_up, scratch.sort, act.view(rows * A, F), num_tiles, tile, top_k=A)
         # As many columns at a time as there is room for, in few different shapes; routing has been read.
         columns = D
         while columns * rows * A > rest.numel():
-            columns = cdiv(columns, 2) if own is None else own.fewer_columns(columns)
+            columns = cdiv(columns, 2)
         for at in range(0, D, columns):
-            terms = rest[: rows * A * min(columns, D - at)].view(rows * A, -1)
-            if own is None:
-                expert_chunk_down(pairs, mlp.down, scratch.sort, terms, num_tiles, tile, at)
-            elif isinstance(mlp.down, Tensor):
-                own.chunk_down(pairs, mlp.down, scratch.sort, terms, at)
-            by_token = terms.view(rows, A, -1)
-            combine(scratch.hidden[:rows], by_token, delta, n, at, scaling=mlp.scaling, tap=tap)
+            own = rest[: rows * A * min(columns, D - at)].view(rows * A, -1)
+            expert_chunk_down(act.view(rows * A, F), mlp.down, scratch.sort, own, num_tiles, tile, at)
+            combine(scratch.hidden[:rows], own.view(rows, A, -1), delta, n, at, scaling=mlp.scaling, tap=tap)

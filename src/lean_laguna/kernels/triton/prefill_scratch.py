@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lean_laguna.core.engine_sizes import EXPERT_COLUMNS, MAX_ORDERED_KEYS, ORDERED_SLACK, PREFILL_BLOCK
+from lean_laguna.core.engine_sizes import MAX_ORDERED_KEYS, ORDERED_SLACK, PREFILL_BLOCK
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import cdiv
@@ -204,8 +204,7 @@ def experts_width(weights: TargetWeights, rows: int, block: int) -> int:
     for mlp in (layer.mlp for layer in weights.layers):
         if isinstance(mlp, SparseWeights):
             routing = mlp.bias.shape[0] + 3 * mlp.shared_down.shape[1]
-            D = mlp.down.shape[1]
-            terms = mlp.top_k * max(cdiv(D, cdiv(rows, 2 * block)), min(D, EXPERT_COLUMNS))
+            terms = mlp.top_k * cdiv(mlp.down.shape[1], cdiv(rows, 2 * block))
             widths.append(mlp.top_k * mlp.down.shape[2] + max(routing, terms))
     return max(widths)
 

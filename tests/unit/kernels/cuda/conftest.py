@@ -18,13 +18,11 @@ def emulator(monkeypatch):
             packed_products,
             products,
             prompt_attention,
-            prompt_experts,
             wide_experts,
         )
         from support.cuda_emulation import emulate
 
-        own = (attention, products, packed_products, prompt_attention, prompt_experts, wide_experts)
-        for module in own:
+        for module in (attention, products, packed_products, prompt_attention, wide_experts):
             monkeypatch.setattr(module, "launch_kernel", emulate)
 
 

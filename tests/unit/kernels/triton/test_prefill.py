@@ -306,14 +306,13 @@ def test_how_long_chunks_are_changes_no_bits(half, device, assert_same_bits):
 @pytest.fixture
 def own_kernels(device, monkeypatch):
     """What takes whole blocks in CUDA C++."""
-    from lean_laguna.kernels.cuda import prompt_attention, prompt_experts
+    from lean_laguna.kernels.cuda import prompt_attention
 
     if device != "cuda":
         from support.cuda_emulation import emulate
 
-        for module in (prompt_attention, prompt_experts):
-            monkeypatch.setattr(module, "launch_kernel", emulate)
-    return {"attend_block": prompt_attention.attend_block, "experts": prompt_experts}
+        monkeypatch.setattr(prompt_attention, "launch_kernel", emulate)
+    return {"attend_block": prompt_attention.attend_block}
 
 
 @pytest.mark.slow
