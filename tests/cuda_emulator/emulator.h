@@ -112,7 +112,6 @@ static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
     if (wanted) memcpy(to, from, 16);
 }
-DEVICE void copy_passing(u16 *to, const u16 *from) { stream(to, from, true); }
 DEVICE void end_stream_group() {}
 template <int PENDING> DEVICE void wait_for_stream() {}
 DEVICE void prefetch_line(const u16 *) {}

@@ -134,12 +134,6 @@ DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(size) : "memory");
 }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// 16 bytes of weights without a group of their own.
-DEVICE void copy_passing(u16 *to, const u16 *from) {
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
-                 "l"(FIRST_TO_LEAVE) : "memory");
-}
 // Copies without a group of their own, and the end of a group, even an empty one.
 DEVICE void end_stream_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #if __CUDA_ARCH__ >= 900

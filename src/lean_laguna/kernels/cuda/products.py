@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lean_laguna.kernels.cuda import packed_products, wide_experts
-from lean_laguna.kernels.cuda.attention import has_clusters
 from lean_laguna.kernels.cuda.compiler import Source
 from lean_laguna.kernels.cuda.driver import has_bulk_copies, multiprocessors, shared_memory
 from lean_laguna.kernels.cuda.formats import fits
@@ -29,17 +28,12 @@ MAX_RING = 16
 BULK_COLUMNS = 8192
 """Columns of 8 rows that the copy engine has on their way to a multiprocessor, 128 KiB, where they fit. It
 is one program's, beside which a lone row's next kernel finds room."""
-WIDE_COLUMNS = 12288
-"""The same of steps of more than 16 rows, which take longer to normalise."""
-TILE, TILE_COLUMNS = 32, 2048
-"""Rows that a program takes at most, and columns that it holds in registers of so many; of longer rows, and
-where lanes load for themselves, half as many. Programs side by side take the rows beyond."""
+ADD_ROWS = 32
+"""Rows that a program of the output projection takes at most; programs side by side take those beyond."""
 ADD_AHEAD = 8
 """Blocks of 32 columns of eight rows that a lane of the output projection keeps ahead."""
 ADD_RING, LONE_ADD_RING = 24, 16
 """Steps of two such loads; a lone row leaves room for more, most of which arrive during attention."""
-WIDE_ADD, ADD_CLUSTER = 64, 4
-"""Rows of a cluster in wide steps, and its programs."""
 DOWN_RING = 16
 """The same of down, where it fits: a lone row leaves room for half of its weights."""
 LONE_PROGRAMS = 3
@@ -57,22 +51,9 @@ def _ring(num_loads: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if num_loads % n == 0)
 
 
-def _tile(weight: Tensor, cols: int) -> int:
-    """Return the rows of a program of ``project``."""
-    k = weight.shape[-1]
-    fits_wide = k <= TILE_COLUMNS and has_bulk_copies(weight.device) and _fits_units(weight, cols=TILE)
-    return min(cols, TILE if fits_wide else WIDE)
-
-
 def _unit_bytes(k: int, cols: int) -> int:
-    """Return the bytes that products of units take beside their ring: tokens and sums.
-
-    Many tokens never lie there: instead the norm's weight, and squares in the place of sums, of 16 at a time.
-    """
-    sums = 2 * WARPS * cols * 8 * 4
-    if cols > WIDE:
-        return 4 * cols + 2 * k + max(sums, 64 * (k // 8 + 4))
-    return cols * (k + 8) * 2 + sums
+    """Return the bytes that products of units take beside their ring: tokens and sums."""
+    return cols * (k + 8) * 2 + 2 * WARPS * cols * 8 * 4
 
 
 def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, int], int]:
@@ -90,8 +71,7 @@ def _units(weight: Tensor, cols: int, rest: int, most: int) -> tuple[dict[str, i
     constants = {"K": k, "WARPS": WARPS, "COLS": cols}
     if has_bulk_copies(weight.device):
         unit = 8 * k * 2 + 16
-        columns = WIDE_COLUMNS if cols > WIDE else BULK_COLUMNS
-        ring = max(1, min(columns // k, most, room // unit))
+        ring = max(1, min(BULK_COLUMNS // k, most, room // unit))
         return constants | {"BULK": 1, "RING": ring, "PROGRAMS": _registers_for(cols, 1)}, rest + ring * unit
     ring = _ring(k // THREADS, max(1, min(MAX_RING, room // (THREADS * 16))))
     programs = _registers_for(cols, _num_lane_programs(cols))
@@ -124,11 +104,11 @@ def _num_threads(device: torch.device) -> int:
     return THREADS + 32 * has_bulk_copies(device)
 
 
-def _fits_units(weight: Tensor, rest: int = 64, cols: int = WIDE) -> bool:
-    """Say whether units of a weight fit the card's shared memory with so many rows."""
+def _fits_units(weight: Tensor, rest: int = 64) -> bool:
+    """Say whether units of a weight fit the card's shared memory with as many rows as a program takes."""
     k = weight.shape[-1]
     least = 8 * k * 2 + 16 if has_bulk_copies(weight.device) else THREADS * 16
-    return rest + _unit_bytes(k, cols) + least <= shared_memory(weight.device)
+    return rest + _unit_bytes(k, WIDE) + least <= shared_memory(weight.device)
 
 
 def fits_project(weight: Weight, *, gated: bool = False) -> bool:
@@ -170,7 +150,8 @@ def project(
         packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
         return
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    units, cols = n // (4 if gated else 8), _tile(weight, launch.cols)
+    # More rows are taken by programs side by side: twice as many in one made it slower.
+    units, cols = n // (4 if gated else 8), min(launch.cols, WIDE)
     groups = launch.cols // cols
     grid = min(units, max(1, _num_programs(weight.device, cols) // groups))
     constants, shared = _units(weight, cols, k // 2 if cols == 1 else 64, -(-units // grid))
@@ -204,11 +185,8 @@ def project_add(
     if isinstance(weight, Packed):
         packed_products.project_add(x, weight, hidden, num_rows, launch, tap)
         return
-    if launch.cols > WIDE and _fits_wide_add(weight):
-        _wide_add(x, weight, hidden, num_rows, launch, tap)
-        return
     n, k = weight.shape
-    cols = min(launch.cols, TILE)
+    cols = min(launch.cols, ADD_ROWS)
     blocks, is_lone, groups = k // THREADS, cols == 1, launch.cols // cols
     rest = WARPS * cols * 16 * 4 + k * 2 * is_lone
     room = (shared_memory(weight.device) - rest) // (2 * THREADS * 16)
@@ -229,42 +207,6 @@ def project_add(
     shared = rest + ring * 2 * THREADS * 16
     arguments = (x, weight, hidden, tap, num_rows, *strides)
     launch_kernel(source, n // 16 * groups, THREADS, shared, arguments, launch)
-
-
-def _fits_wide_add(weight: Tensor) -> bool:
-    """Say whether clusters can share a weight [N, K] and its tokens in wide steps."""
-    n, k = weight.shape
-    return (
-        has_clusters(weight.device)
-        and n % 64 == 0
-        and k % (64 * WARPS) == 0
-        and _wide_add_ring(weight, WIDE_ADD) > 2
-    )
-
-
-def _wide_add_bytes(cols: int) -> tuple[int, int]:
-    """Return the bytes of a stage of 64 columns, and of what lies beside the ring: sums and an arrival."""
-    return (64 + cols) * 2 * 64 * 2, WARPS * 16 * (cols + 2) * 4 + 8
-
-
-def _wide_add_ring(weight: Tensor, cols: int) -> int:
-    """Return the stages that fit."""
-    stage, rest = _wide_add_bytes(cols)
-    return min(weight.shape[1] // (64 * WARPS) + 1, (shared_memory(weight.device) - rest) // stage)
-
-
-def _wide_add(
-    x: Tensor, weight: Tensor, hidden: Tensor, num_rows: Tensor, launch: Launch, tap: Tensor | None
-) -> None:
-    """Do what ``project_add`` does, by clusters."""
-    n, k = weight.shape
-    cols = min(launch.cols, WIDE_ADD)
-    groups, ring, (stage, rest) = launch.cols // cols, _wide_add_ring(weight, cols), _wide_add_bytes(cols)
-    source = Source.of("wide_add", K=k, N=n, RING=ring, CLUSTER=ADD_CLUSTER, COLS=cols, GROUPS=groups)
-    strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
-    arguments = (x, weight, hidden, tap, num_rows, *strides)
-    grid = n // 64 * ADD_CLUSTER * groups
-    launch_kernel(source, grid, THREADS, rest + ring * stage, arguments, launch)
 
 
 def _has_packed(mlp: SparseWeights) -> bool:

@@ -24,13 +24,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
 #else
     u16 *tokens = ring + RING_SIZE;
 #endif
-    float *norms = (float *)(tokens + STAGED * STRIDE), *sums = norms + NORM_FLOATS;
+    float *norms = (float *)(tokens + COLS * STRIDE), *sums = norms + NORM_FLOATS;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int count = n / OUTPUTS, step = NUM_PROGRAMS, first_row = blockIdx.x % GROUPS * COLS;
 
     stamp(STARTED);
 #if BULK
-    u64 *arrivals = (u64 *)(sums + (FRAGMENTS > 1 && 16 * SQUARES_STRIDE > 2 * SUMS ? 16 * SQUARES_STRIDE : 2 * SUMS));
+    u64 *arrivals = (u64 *)(sums + 2 * SUMS);
     // Few large copies, each of which takes a while to ask for.
     auto ask = [&](int slot, int unit) {
         u16 *to = ring + slot * UNIT;
@@ -56,17 +56,13 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     uint4 own_scale[OWN_PIECES(K, WARPS)];
 #pragma unroll
     for (int i = 0; i < OWN_PIECES(K, WARPS); i++)
-        if (warp < WARPS && i * 32 + lane < PART / 8) {
-            const int k = warp * PART + (i * 32 + lane) * 8;
-            own_scale[i] = *(const uint4 *)(norm + k);
-            if (FRAGMENTS > 1) *(uint4 *)((u16 *)(norms + COLS) + k) = own_scale[i];
-        }
+        if (warp < WARPS && i * 32 + lane < PART / 8) own_scale[i] = *(const uint4 *)(norm + warp * PART + (i * 32 + lane) * 8);
     // How many rows there are changes only at the end of a step.
     const int live = min(load_fresh32(num_rows) - first_row, COLS);
     let_next_start();
     stamp(ASKED);
     x += (size_t)first_row * x_stride, out += (size_t)first_row * out_stride;
-    Tokens operands(tokens, live);
+    if (normed) normed += (size_t)first_row * K;
     auto normalise = [&]() {
         if (warp >= WARPS) {
             meet_norm(live);
@@ -76,14 +72,10 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
                 for (int k = lane * 8; k < PART; k += 256)
                     *(uint4 *)(normed + warp * PART + k) = *(const uint4 *)(tokens + warp * PART + k);
         } else {
-            u16 *own_normed = normed ? normed + (size_t)first_row * K : normed;
-#if COLS > 16
-            normalise_many(operands, x, (const u16 *)(norms + COLS), sums, norms, own_normed, live, eps, x_stride);
-#else
-            normalise_rows(x, own_scale, tokens, norms, own_normed, live, eps, x_stride);
-#endif
+            normalise_rows(x, own_scale, tokens, norms, normed, live, eps, x_stride);
         }
     };
+    Tokens operands(tokens, live);
     auto add_up = [&](int unit, const float *own_sums) {
         const int token = thread / OUTPUTS, own = thread % OUTPUTS;
         if (token < live) {
@@ -101,7 +93,7 @@ project(const u16 *x, const u16 *norm, const u16 *weight, u16 *out, u16 *normed,
     normalise();
     stamp(PREPARED);
 #if BULK
-    if (warp < WARPS && FRAGMENTS == 1) operands.hold();
+    if (warp < WARPS) operands.hold();
     take_units(step, count, slots, ring, sums, arrivals, operands, ask, add_up);
 #else
     int buffer = 0;

@@ -1,9 +1,9 @@
 // What project.cu and experts_up.cu share: units of 8 weight rows times all tokens, each warp its own part of K, whose
 // sums are added in the order of warps.
 //
-// -D: K row length; WARPS; COLS tokens (1, 8, 16 or 32; the instruction is the same, and so a row's bits); BULK 1: whole
-// rows come by the copy engine, RING units ahead; otherwise RING 16-byte loads in flight a lane. GROUPS programs take
-// the same units, each COLS tokens of its own: neighbours, so that memory is read once for all of them.
+// -D: K row length; WARPS; COLS tokens (1, 8 or 16; the instruction is the same, and so a row's bits); BULK 1: whole rows
+// come by the copy engine, RING units ahead; otherwise RING 16-byte loads in flight a lane. GROUPS programs take the same
+// units, each COLS tokens of its own: neighbours, so that memory is read once for all of them.
 #pragma once
 #include "common.cuh"
 
@@ -20,25 +20,20 @@
 // A program's number among those of its group, and how many they are.
 #define PROGRAM (blockIdx.x / GROUPS)
 #define NUM_PROGRAMS (gridDim.x / GROUPS)
-// Sixteen tokens are the rows of one instruction; of more none lie in shared memory.
-#define FRAGMENTS ((COLS + 15) / 16)
-#define STAGED (FRAGMENTS > 1 ? 0 : COLS)
 // Floats of a unit's sums, of which there are two in turn.
 #define SUMS (WARPS * COLS * 8)
-// Floats set aside for the norm: a lone row's squares, or the rows' inverses; of many rows its weight, too.
-#define NORM_FLOATS (COLS == 1 ? K / 8 : FRAGMENTS > 1 ? COLS + K / 2 : 16)
-// Squares of sixteen of many rows, which make room for sums: a row is longer by some, so that lanes meet no other's bank.
-#define SQUARES_STRIDE (K / 8 + 4)
+// Floats set aside for the norm: a lone row's squares, or the rows' inverses.
+#define NORM_FLOATS (COLS == 1 ? K / 8 : 16)
 // Wider steps keep their tokens in registers; a lone row's four lanes read theirs for next to nothing.
 #ifndef HELD
 #define HELD (BULK && COLS > 1)
 #endif
 
-// Tokens g and g + 8 of each sixteen in a warp's part of K, zeros where there are none.
+// Tokens g and g + 8 in a warp's part of K, zeros where there are none.
 struct Tokens {
     const u16 *at;
     bool has_low, has_high;
-    uint4 low[FRAGMENTS][HELD ? LOADS : 1], high[FRAGMENTS][HELD && COLS > 8 ? LOADS : 1];
+    uint4 low[HELD ? LOADS : 1], high[HELD && COLS > 8 ? LOADS : 1];
 
     METHOD Tokens(const u16 *tokens, int live) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -53,19 +48,19 @@ struct Tokens {
     METHOD void hold() {
 #pragma unroll
         for (int j = 0; j < (HELD ? LOADS : 0); j++) {
-            low[0][j] = read_low(j);
-            if (COLS > 8) high[0][j] = read_high(j);
+            low[j] = read_low(j);
+            if (COLS > 8) high[j] = read_high(j);
         }
     }
-    // Block j of 32 columns of tokens, sixteen from 16 * f on, times a lane's piece of a weight row.
-    METHOD void multiply_piece(float (&even)[4], float (&odd)[4], int j, uint4 w, int f = 0) const {
+    // Block j of 32 columns times a lane's piece of a weight row.
+    METHOD void multiply_piece(float (&even)[4], float (&odd)[4], int j, uint4 w) const {
         if (HELD)
-            multiply_block(even, odd, low[f][j], COLS > 8 ? high[f][j] : make_uint4(0, 0, 0, 0), w);
+            multiply_block(even, odd, low[j], COLS > 8 ? high[j] : make_uint4(0, 0, 0, 0), w);
         else
             multiply_block(even, odd, read_low(j), read_high(j), w);
     }
     // A unit whose rows lie one after another in shared memory.
-    METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit, int f = 0) const {
+    METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit) const {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const u16 *w = unit + g * K + (threadIdx.x >> 5) * PART + 8 * t;
 #pragma unroll
@@ -75,8 +70,8 @@ struct Tokens {
                 load_pair(w + j * 32, g & 1, w0, w1);
             else
                 w0 = *(const uint4 *)(w + j * 32);
-            multiply_piece(even, odd, j, w0, f);
-            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1, f);
+            multiply_piece(even, odd, j, w0);
+            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1);
         }
     }
 };
@@ -127,72 +122,12 @@ DEVICE void normalise_rows(const u16 *x, const uint4 (&by)[OWN_PIECES(K, WARPS)]
     __syncwarp();
 }
 
-// The same of many rows: a lane loads the pieces that it multiplies, and no others. `by` lies in shared memory, where
-// `squares` has room for those of sixteen rows, and `inverses` for all.
-DEVICE void normalise_many(Tokens &operands, const u16 *x, const u16 *by, float *squares, float *inverses, u16 *normed,
-                           int live, float eps, int x_stride) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const size_t own = warp * PART + 8 * t;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++)
-#pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            const int row = 16 * f + g;
-            const u16 *from = x + (size_t)row * x_stride + own + j * 32;
-            operands.low[f][j] = row < live ? load_fresh(from) : zero;
-            operands.high[f][j] = row + 8 < live ? load_fresh(from + (size_t)8 * x_stride) : zero;
-        }
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-        if (16 * f >= live) continue;
-        float *mine = squares + g * SQUARES_STRIDE + warp * (PART / 8) + t;
-#pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            mine[j * 4] = squares_of(operands.low[f][j]);
-            mine[8 * SQUARES_STRIDE + j * 4] = squares_of(operands.high[f][j]);
-        }
-        __syncthreads();
-#pragma unroll
-        for (int row = warp; row < 16; row += WARPS) {
-            float total = 0.0f;
-#pragma unroll
-            for (int i = 0; i < K / 256; i++) total += squares[row * SQUARES_STRIDE + i * 32 + lane];
-            total = sum_over_warp(total);
-            if (lane == 0) inverses[16 * f + row] = rsqrtf(total / K + eps);
-        }
-        __syncthreads();
-    }
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-        if (16 * f >= live) continue;
-        const int row = 16 * f + g;
-        const float inverse = inverses[row], inverse8 = inverses[row + 8];
-        const bool writes = normed && row < live && row % NUM_PROGRAMS == PROGRAM;
-        const bool writes8 = normed && row + 8 < live && (row + 8) % NUM_PROGRAMS == PROGRAM;
-#pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            const uint4 own_by = *(const uint4 *)(by + own + j * 32);
-            operands.low[f][j] = scaled(operands.low[f][j], inverse, own_by);
-            operands.high[f][j] = scaled(operands.high[f][j], inverse8, own_by);
-        }
-        if (writes)
-#pragma unroll
-            for (int j = 0; j < LOADS; j++) *(uint4 *)(normed + (size_t)row * K + own + j * 32) = operands.low[f][j];
-        if (writes8)
-#pragma unroll
-            for (int j = 0; j < LOADS; j++)
-                *(uint4 *)(normed + (size_t)(row + 8) * K + own + j * 32) = operands.high[f][j];
-    }
-}
-
 // The norm's barriers, for the warp that has no part of it.
 DEVICE void meet_norm(int live) {
-    const int at_once = FRAGMENTS > 1 ? 16 : 8;
     if (COLS == 1)
         __syncthreads();
     else
-        for (int first = 0; first < live; first += at_once) __syncthreads(), __syncthreads();
+        for (int first = 0; first < live; first += 8) __syncthreads(), __syncthreads();
 }
 
 // Leave a warp's part of a unit's sums; a barrier must follow.
@@ -236,18 +171,12 @@ DEVICE void take_units(int step, int count, int slots, const u16 *ring, float *s
         return;
     }
     for (int unit = PROGRAM; unit < count; unit += step) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
         wait_for_bytes(arrivals + slot, parity);
-        // One sixteen after the other: with the sums of two there are too few registers.
-#pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            operands.multiply_unit(even, odd, ring + slot * UNIT, f);
-            if (f + 1 == FRAGMENTS) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) end_turn(turns + slot);
-            }
-            leave_sums(sums + buffer * SUMS + f * 128, even, odd);
-        }
+        operands.multiply_unit(even, odd, ring + slot * UNIT);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) end_turn(turns + slot);
+        leave_sums(sums + buffer * SUMS, even, odd);
         // Another unit's sums may be written once this barrier is passed.
         sync_first(WARPS * 32);
         add_up(unit, sums + buffer * SUMS);

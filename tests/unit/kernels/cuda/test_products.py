@@ -111,14 +111,13 @@ def test_project_add_adds_the_rounded_product(draw, poisoned, count, live, cols)
     assert hidden[live:].isnan().all()
 
 
-def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, poisoned, count, monkeypatch):
+def test_a_row_is_projected_and_added_with_the_same_bits_at_every_width(draw, poisoned, count):
     k = 1536
     x, weight = rows_of(draw, poisoned, 9, k), draw(64, k, scale=k**-0.5)
     start = rows_of(draw, poisoned, 9, 64)
     together = start.clone()
     products.project_add(x, weight, together, count(9), Launch(16))
-    for cols, has_clusters in ((32, True), (64, True), (64, False)):
-        monkeypatch.setattr(products, "has_clusters", lambda device, has=has_clusters: has)
+    for cols in (32, 64):
         wide = start.clone()
         products.project_add(x, weight, wide, count(9), Launch(cols))
         assert torch.equal(wide.view(torch.int16), together.view(torch.int16))
