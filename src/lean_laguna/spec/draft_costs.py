@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import sqrt
 from typing import Any
+
+import numpy as np
 
 from lean_laguna.spec.draft_shape import StepShape
 
@@ -218,28 +219,27 @@ class AcceptanceRates:
             expected.append(expected[-1] + reached)
         return expected
 
-    def gain_error(self, length: int, other: int, *, first: int = 0) -> float:
-        """Return how far off the logarithm of one length's tokens over another's may be: a standard error.
+    def gain_variances(self, other: int) -> tuple[list[float], list[float]]:
+        """Return how far off the gain of each length's tokens over another's may be.
 
         Args:
-            length: Drafts.
-            other: Drafts of what it is compared with.
-            first: Leave out what is not known of the drafts before this one.
+            other: Drafts of what they are compared with.
+
+        Returns:
+            Variances of its logarithm: in all, and by the drafts beyond ``other`` alone.
         """
-        rate, reached, chances, doubts = _PRIOR_RATE, 1.0, [], []
-        for index in range(max(length, other)):
-            weight = self._tried[index] + _PRIOR_WEIGHT
-            rate = (self._accepted[index] + _PRIOR_WEIGHT * rate) / weight
-            reached *= rate
-            chances.append(reached)
-            doubts.append((1.0 - rate) / (max(rate, _LEAST_RATE) * (weight / _ALIKE)))
-        tokens, others = 1.0 + sum(chances[:length]), 1.0 + sum(chances[:other])
-        beyond = beyond_other = variance = 0.0
-        for index in range(len(chances) - 1, first - 1, -1):
-            beyond += chances[index] if index < length else 0.0
-            beyond_other += chances[index] if index < other else 0.0
-            variance += (beyond / tokens - beyond_other / others) ** 2 * doubts[index]
-        return sqrt(variance)
+        rate, variances = _PRIOR_RATE, []
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            weight = tried + _PRIOR_WEIGHT
+            rate = (accepted + _PRIOR_WEIGHT * rate) / weight
+            variances.append((1.0 - rate) * _ALIKE / (max(rate, _LEAST_RATE) * weight))
+        tokens = np.array(self.tokens_per_step())
+        # What a draft's rate moves: the tokens from it on, as a share of a step's. [length, draft]
+        share = np.maximum(tokens[:, None] - tokens[None, :-1], 0.0) / tokens[:, None]
+        moved = share - share[other]
+        parts = moved * moved * np.array(variances)
+        beyond: list[float] = parts[:, other:].sum(1).tolist()
+        return parts.sum(1).tolist(), beyond
 
     def copy(self) -> AcceptanceRates:
         """Return an estimate of its own with the same counts."""

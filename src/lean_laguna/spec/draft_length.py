@@ -14,7 +14,7 @@ plain decoding among them, and where lengths are about as good it stays with wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -38,7 +38,7 @@ _LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = (
     0.003,
     64,
 )  # what learning takes, and may take of a step
-_LEARN_AGAIN = 64  # steps that all teach where the text is another
+_LEARN_AGAIN = 32  # steps that all teach where the text is another
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.1, 4  # of step times, and the steps that it counts for
 _OF_MEDIAN = 1.57  # variance of a median over that of a mean
@@ -194,16 +194,14 @@ class DraftLengthController:
         times = [self._time(key, cell, k, noise) for k in lengths]
         own = noise / cell.times.count(current)
 
-        # Each takes as long as the rest of a plan; most lengths are out of the question.
-        @cache
-        def error(k: int) -> float:
-            return sqrt(times[k][1] + own + rates.gain_error(k, current) ** 2)
-
-        @cache
-        def doubt(k: int) -> float:
-            return sqrt(times[k][1] + rates.gain_error(k, current, first=current) ** 2)
-
-        return Estimates(rates.tokens_per_step(), [time_s for time_s, _ in times], counts, error, doubt)
+        of_all, of_longer = rates.gain_variances(current)
+        return Estimates(
+            rates.tokens_per_step(),
+            [time_s for time_s, _ in times],
+            counts,
+            [sqrt(time[1] + own + more) for time, more in zip(times, of_all, strict=True)],
+            [sqrt(time[1] + more) for time, more in zip(times, of_longer, strict=True)],
+        )
 
     def _time(self, key: tuple[int, int], cell: _Cell, length: int, noise: float) -> tuple[float, float]:
         """Return what a step takes, by what was seen of it and of the length in use, and its variance."""

@@ -42,6 +42,7 @@ class StepShape:
         draft = sum(_DRAFT + _DRAFT_PER_ROW * count for count in launches) if num_draft_tokens else 0.0
         return draft, sum(map(self._verifying, launches))
 
+    @cache  # noqa: B019 - likewise
     def doubt(self, batch: int, length: int, other: int) -> float:
         """Return how far off the times of a length by another's may be, as a share."""
         if not length or not other:

@@ -8,7 +8,7 @@ one that is likely best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, inf
 
@@ -57,15 +57,15 @@ class Estimates:
         tokens: Of one sequence in a step.
         step_s: Seconds of a step.
         counts: Observations that the seconds rest on.
-        error: Returns how far off the gain of a length over the one in use may be: of its logarithm.
-        doubt: Returns the part of it that a trial of the length would tell of.
+        error: How far off the gain of a length over the one in use may be: of its logarithm; empty for not.
+        doubt: The part of it that a trial of the length would tell of; likewise.
     """
 
     tokens: Sequence[float]
     step_s: Sequence[float]
     counts: Sequence[int]
-    error: Callable[[int], float] = lambda k: 0.0
-    doubt: Callable[[int], float] = lambda k: 0.0
+    error: Sequence[float] = ()
+    doubt: Sequence[float] = ()
 
 
 @dataclass
@@ -128,10 +128,10 @@ class Trials:
             return [(lead, inf)] if lead and self._num_steps - self._last_draft >= wait else []
         least = rates[current] * (1 + self.policy.hysteresis)
         hoped = [
-            (k, rates[k] * exp(known.doubt(k)))
-            for k in range(len(rates))
+            (k, rates[k] * exp(doubt))
+            for k, (doubt, error) in enumerate(zip(known.doubt, known.error, strict=True))
             if k != current and rates[k] > _FAR * least and self._num_steps >= self._not_before.get(k, 0)
-            if known.doubt(k) >= _TELLING * known.error(k)
+            if doubt >= _TELLING * error
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
 
@@ -145,10 +145,14 @@ class Trials:
 
     def least_gain(self, known: Estimates, k: int) -> float:
         """Return the gain that a length must promise to be taken up, by what is known of it."""
-        if not known.counts[k] or self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps:
+        if (
+            not known.error
+            or not known.counts[k]
+            or self._num_steps - self._last_seen.get(k, -inf) > self.policy.fresh_steps
+        ):
             return inf
         sure = _SURE if k != self.home else _SURE_OF_HOME
-        return exp(self.policy.hysteresis + sure * known.error(k)) - 1.0
+        return exp(self.policy.hysteresis + sure * known.error[k]) - 1.0
 
     @property
     def is_waiting(self) -> bool:

@@ -193,12 +193,13 @@ def test_the_error_of_a_gain_is_about_how_far_it_is_off():
         for _ in range(80):
             rates.add(5, next((k for k in range(5) if draw.random() > 0.7), 5))
         found.append(gain(rates))
-        told.append(rates.gain_error(5, 2))
+        told.append(rates.gain_variances(2)[0][5] ** 0.5)
     spread = statistics.pstdev(found)
     assert spread < statistics.mean(told) < 2 * spread, "texts are more alike than these"
-    assert rates.gain_error(2, 5) == pytest.approx(rates.gain_error(5, 2))
-    assert rates.gain_error(3, 3) == 0.0
-    assert 0 < rates.gain_error(5, 2, first=2) < rates.gain_error(5, 2)
+    in_all, beyond = rates.gain_variances(2)
+    assert rates.gain_variances(5)[0][2] == pytest.approx(in_all[5])
+    assert in_all[2] == beyond[2] == beyond[1] == 0.0
+    assert 0 < beyond[5] < in_all[5]
 
 
 def test_what_was_never_drafted_is_in_doubt():
@@ -206,4 +207,5 @@ def test_what_was_never_drafted_is_in_doubt():
     for _ in range(50):
         rates.add(2, 2)
         rates.add(2, 1)
-    assert rates.gain_error(5, 2, first=2) > 3 * rates.gain_error(1, 2)
+    in_all, beyond = rates.gain_variances(2)
+    assert beyond[5] > 9 * in_all[1]

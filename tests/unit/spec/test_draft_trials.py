@@ -197,8 +197,8 @@ KNOWN = [1.0, 1.8, 2.4, 2.9], [1.0, 1.3, 1.4, 1.5]  # tokens and seconds; 3 is b
 
 def estimates(tokens=KNOWN[0], counts=(9, 9, 9, 9), error=0.0, **doubts):
     """Return estimates of which some lengths (``_1``, ``_2``) are in doubt."""
-    doubt = lambda k: doubts.get(f"_{k}", 0.0)  # noqa: E731
-    return Estimates(tokens, KNOWN[1], counts, lambda k: error + doubt(k), doubt)
+    doubt = [doubts.get(f"_{k}", 0.0) for k in range(4)]
+    return Estimates(tokens, KNOWN[1], counts, [error + own for own in doubt], doubt)
 
 
 UNSEEN = estimates(_0=0.8, counts=(0, 9, 9, 9))  # plain steps

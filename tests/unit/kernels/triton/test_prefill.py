@@ -320,13 +320,14 @@ def own_kernels(device, monkeypatch):
 def test_whole_blocks_by_other_kernels_equal_the_model_too(
     device, own_kernels, assert_same_bits, monkeypatch
 ):
-    # Under the interpreter no short block follows: it knows no products of bfloat16.
-    length, block = 256 + 44 * (device == "cuda"), 128
+    # Under the interpreter without a short block and experts: it knows no products of bfloat16.
+    on_gpu, block = device == "cuda", 128
+    length = 256 + 44 * on_gpu
     monkeypatch.setattr(sys.modules[__name__], "LENGTH", length)
     monkeypatch.setattr(sys.modules[__name__], "CHUNK", block)
-    shapes = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 128, "sliding_window": block}
-    heads = {"num_key_value_heads": 1, "num_attention_heads_per_layer": [2, 3, 2]}
-    scene = Scene(torch.bfloat16, device, **shapes, **heads)
+    heads = {"num_key_value_heads": 1, "num_attention_heads_per_layer": [2, 3, 2], "head_dim": 128}
+    kinds = ["dense", "sparse" if on_gpu else "dense", "dense"]
+    scene = Scene(torch.bfloat16, device, sliding_window=block, mlp_layer_types=kinds, **heads)
     short, long = (dataclasses.replace(scene.step(rows=rows), **own_kernels) for rows in (block, 3 * block))
     assert short.spans(block)[0][0] == 0
     (hidden, taps), found = scene.feed(short, length), scene.feed(long, length)
