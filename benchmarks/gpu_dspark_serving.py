@@ -22,7 +22,7 @@ from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -45,6 +45,17 @@ NUM_SETS, LENGTH = 8, 7
 DEFAULT_SETS = tuple(
     tuple(p ** (k + 1) for k in range(LENGTH)) for p in (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 )
+
+
+BASES = ("dspark 7", "fixed 7")
+NANO_RUNS = 8  # of the small model for each of the other: they take milliseconds
+
+
+def over(rates: list[float], base: list[float]) -> dict[str, float]:
+    """Return how many times as fast, run by run, and how far off the mean may be by chance."""
+    ratios = [a / b for a, b in zip(rates, base, strict=True)]
+    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return {"mean": round(mean(ratios), 4), "error": round(error, 4), "median": round(median(ratios), 4)}
 
 
 class Watch:
@@ -174,24 +185,28 @@ class Bench:
             first[name] = [round(self.run(engine, k, prompts, temperature, new)[0], 1) for _ in runs]
         for engine, _ in modes.values():
             self.traces[id(engine)].take()
-        for i in range(self.args.repeats):
+        is_small = engine.target.config.hidden_size < 1024 and not self.args.tiny
+        repeats = self.args.repeats * (NANO_RUNS if is_small else 1)
+        for i in range(repeats):
             said = {}
             for name in list(modes)[:: 1 if i % 2 else -1]:
                 rate, said[name], own = self.run(*modes[name], prompts, temperature, new, 1 + i)
                 rates[name].append(rate)
                 counts[name] += own
                 trace = self.traces[id(modes[name][0])].take()
-                if i == self.args.repeats - 1:
+                if i == repeats - 1:
                     where[name] = trace
             for name, tokens in said.items():
                 mismatches[name] += sum(a != b for a, b in zip(tokens, said["off"], strict=True))
         found: dict[str, Any] = {}
+        base = next((rates[name] for name in modes if name in BASES), rates["off"])
         for name in modes:
             steps = sum(own.num_steps for own in counts[name] if own)
             drafts = sum(own.num_draft_tokens for own in counts[name] if own)
             accepted = sum(own.num_accepted_tokens for own in counts[name] if own)
             found[name] = {
                 "tok_per_s": round(median(rates[name]), 1),
+                "over_seven": over(rates[name], base),
                 "all": [round(rate, 1) for rate in rates[name]],
                 "mean_acceptance_length": round(1 + accepted / max(1, steps), 3),
                 "steps_per_s": round(median(rates[name]) * steps / max(1, steps + accepted), 2),
@@ -267,15 +282,18 @@ class Bench:
         """Real weights: T = 0 and 0.8; 1, 4 and 16 streams."""
         tiny = self.args.tiny
         options = {"max_model_len": 64 if tiny else 1024, "kv_cache_memory_bytes": None if tiny else 1 << 30}
-        spark, flash = (self.engine("nano", name, **options) for name in ("nano-dspark", "nano-dflash"))
-        fp8 = self.engine("nano", "nano-dspark", speculative={"quantization": "fp8"}, **options)
+        spark = self.engine("nano", "nano-dspark", **options)
+        others: dict[str, tuple[Any, int | None]] = {}
+        if not self.args.lean:
+            flash = self.engine("nano", "nano-dflash", **options)
+            fp8 = self.engine("nano", "nano-dspark", speculative={"quantization": "fp8"}, **options)
+            others = {"dflash 7": (flash, LENGTH), "dspark 7 fp8": (fp8, LENGTH)}
         result["seconds_by_rows"] = spark._prices.costs.table.tolist()
         modes = {
             "off": (spark, 0),
-            "dflash 7": (flash, LENGTH),
             "dspark 7": (spark, LENGTH),
-            "dspark 7 fp8": (fp8, LENGTH),
             "dspark scheduled": (spark, None),
+            **others,
         }
         texts = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
         for temperature in (0.0, 0.8):
@@ -372,16 +390,16 @@ class Bench:
         result["seconds_by_rows"] = engine._prices.costs.table.tolist()
         modes = {
             "off": (engine, 0),
-            "fixed 3": (engine, 3),
             "fixed 7": (engine, LENGTH),
             "scheduled": (engine, None),
+            **({} if self.args.lean else {"fixed 3": (engine, 3)}),
         }
         draw = random.Random(0)
         vocab = engine.target.config.vocab_size
         for temperature in (0.8, 0.0):
             thresholds = SyntheticAcceptance(self.sets[temperature]).thresholds(16)
             engine.programs._thresholds.copy_(torch.tensor(thresholds))
-            for streams in (1,) if tiny else (1, 4):
+            for streams in (1,) if tiny or self.args.lean else (1, 4):
                 if self.left() < 12 and not tiny:
                     break
                 size = 6 if tiny else 256
@@ -409,6 +427,7 @@ def main() -> None:
     parser.add_argument("--num-texts", type=int, default=384, help="of ece")
     parser.add_argument("--drafter", default="nano-dspark", help="of ece")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lean", action="store_true", help="only scheduled, seven drafts, and none")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
