@@ -124,6 +124,7 @@ class Bench:
 
     def write(self) -> None:
         self.args.out.mkdir(parents=True, exist_ok=True)
+        self.args.out.mkdir(parents=True, exist_ok=True)
         (self.args.out / "gpu_dspark_serving.json").write_text(json.dumps(self.found, indent=1, default=str))
 
     def engine(self, model: str, drafter: str, **options: Any) -> Any:

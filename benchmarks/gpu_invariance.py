@@ -367,6 +367,7 @@ class Invariance(Bench):
     def show(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.found["seconds"] = round(time.monotonic() - self.begin, 1)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "gpu_invariance.json").write_text(json.dumps(self.found, indent=1, default=str))
         for name, cases in (self.found.get("times") or {}).items():
             for what, entry in cases.items():

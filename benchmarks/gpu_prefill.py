@@ -600,6 +600,7 @@ class Bench:
     def report(self, out: Path) -> None:
         found = self.found
         found["seconds"] = round(time.monotonic() - self.begin, 1)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "gpu_prefill.json").write_text(json.dumps(found, indent=1, default=str))
         for row in found.get("attention") or []:
             print(row)

@@ -758,6 +758,7 @@ class Bench:
     def report(self, out: Path) -> None:
         found = self.found
         found["seconds"] = round(time.monotonic() - self.begin, 1)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "gpu_step.json").write_text(json.dumps(found, indent=1, default=str))
         for name, rows in (found.get("kernels") or {}).items():
             for r in sorted(rows, key=lambda r: r.get("us_1", 1e9))[:5]:
