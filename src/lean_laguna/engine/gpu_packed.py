@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.models.packing import stack_rows as stack_parameters
-from lean_laguna.quant.lane_order import PIECE_BYTES, Order, fits, reordered, restored
+from lean_laguna.quant.lane_order import PIECE_BYTES, fits, kernel_order, reordered, restored
 from lean_laguna.quant.packed import PackedWeight, split_rows, stack_rows
 from lean_laguna.quant.scaling import tile_size
 
@@ -63,10 +63,10 @@ def in_lane_order(weight: PackedWeight, *, pairs: bool = False) -> PackedWeight:
 
     Args:
         weight: [N, K] or [E, N, K].
-        pairs: Its product adds to the residual stream: 4-bit codes lie by 16 rows.
+        pairs: Its product adds to the residual stream.
     """
     kind = weight.scheme.kind
-    order: Order = "pairs" if pairs and weight.scheme.num_bits == 4 else "lanes"
+    order = kernel_order(kind, pairs=pairs)
     rows, columns = weight.shape[-2:]
     has_more = weight.zero_points is not None or weight.column_groups is not None
     is_even = all(height % 8 == 0 for height in weight.heights)

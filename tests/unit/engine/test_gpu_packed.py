@@ -57,6 +57,13 @@ def test_codes_by_lane_decode_to_the_same_and_awkward_ones_stay():
         assert torch.equal(weight.decode(), plain)
     assert in_lane_order(made(NVFP4, 16, 64)).order == "rows"
     assert in_lane_order(made(packed_integer(8, 64), 16, 512)).order == "lanes"
+    eight = made(FP8_BLOCK, 16, 512)
+    eight.scales.copy_(eight.scales.bfloat16())
+    plain = eight.decode()
+    for pairs, order in ((False, "bytes"), (True, "lanes")):
+        eight = in_lane_order(eight, pairs=pairs)
+        assert eight.order == order
+        assert torch.equal(eight.decode(), plain)
     large = made(packed_integer(8, 64), 16, 512)
     large.scales.fill_(200.0)
     assert in_lane_order(large).order == "rows"

@@ -9,7 +9,8 @@ from lean_laguna.quant.scheme import FP8_CHANNEL, NVFP4
 
 KINDS = ("fp4", "int4", "fp8", "int8")
 ORDERS = pytest.mark.parametrize(
-    ("kind", "order"), [*((kind, "lanes") for kind in KINDS), ("fp4", "pairs"), ("int4", "pairs")]
+    ("kind", "order"),
+    [*((kind, "lanes") for kind in KINDS), ("fp8", "bytes"), ("fp4", "pairs"), ("int4", "pairs")],
 )
 ROWS, COLUMNS = 32, 1024
 
@@ -25,9 +26,11 @@ def natural(codes, bits, byte, e):
     return value if bits == 8 else value >> 4 * (e % 2) & 15
 
 
-def placed(codes, kind, byte, e):
+def placed(codes, kind, order, byte, e):
     """The code of element e of a word, read as the kernels read it."""
     word = int.from_bytes(bytes(codes.flatten()[byte : byte + 4].tolist()), "little")
+    if order == "bytes":
+        return word >> 8 * e & 255
     pair, half = e // 2, e % 2 * 16
     if kind == "int8":
         return word >> (8 * pair + half) & 255
@@ -66,7 +69,7 @@ def test_a_lane_finds_its_columns_in_its_bytes(kind, order):
                 item = (row // 8 * 8 + warp) * (COLUMNS // 256 // chunks) + eight // chunks
                 byte = ((item * 8 + row % 8) * 4 + lane) * 16 + eight % chunks * (16 // chunks)
                 byte += column % 8 // step * 4
-            assert placed(found, kind, byte, column % step) == wanted, (row, column)
+            assert placed(found, kind, order, byte, column % step) == wanted, (row, column)
 
 
 def test_only_whole_blocks_fit():
@@ -74,12 +77,17 @@ def test_only_whole_blocks_fit():
     assert not fits("int4", "lanes", 8, 512)
     assert not fits("fp8", "lanes", 12, 512)
     assert fits("int8", "lanes", 8, 512)
+    assert fits("fp8", "bytes", 8, 512)
+    assert not fits("int8", "bytes", 8, 512)
     assert fits("int4", "pairs", 16, 512)
     assert not fits("fp4", "pairs", 24, 512)
     assert not fits("int8", "pairs", 16, 512)
 
 
-@pytest.mark.parametrize(("scheme", "order"), [(NVFP4, "pairs"), (NVFP4, "lanes"), (FP8_CHANNEL, "lanes")])
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [(NVFP4, "pairs"), (NVFP4, "lanes"), (FP8_CHANNEL, "lanes"), (FP8_CHANNEL, "bytes")],
+)
 def test_a_reordered_weight_decodes_to_the_same(scheme, order):
     import dataclasses
 

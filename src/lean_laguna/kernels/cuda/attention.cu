@@ -3,7 +3,7 @@
 // -D: as in attention.cuh.
 #include "attention.cuh"
 
-CLUSTER_KERNEL(COLS == 1 ? 136 : 128, CLUSTER)
+CLUSTER_KERNEL(128, CLUSTER)
 attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table, const u16 *sin_table,
           u16 *k_cache, u16 *v_cache, const int *table, const int *positions, const int *row_start,
           const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {

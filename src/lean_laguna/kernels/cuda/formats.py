@@ -1,8 +1,9 @@
 """Packed weights as the CUDA C++ kernels take them: which fit, their words of scales, factors of their sums.
 
 Codes lie as ``Packed.order`` says, set by whoever loads them; ``packed.cuh`` says how they become numbers.
-FP8 and integers are rounded to bfloat16 as a decoded weight is; NVFP4 is exact, its divisor multiplies
-float32 sums.
+Integers, and FP8 in products that add to the residual stream, are rounded to bfloat16 as a decoded weight is.
+Elsewhere FP8's codes are multiplied as they are, and scales multiply the float32 sums of 128 columns. NVFP4
+is exact, its divisor multiplies sums.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def fits(weight: Weight, *, pairs: bool = False) -> bool:
     """Say whether the kernels take a weight; ``pairs``: as a product that adds to the residual stream."""
     if not isinstance(weight, Packed):
         return True
-    order = "pairs" if pairs and is_small(weight) else "lanes"
+    is_whole = weight.kind == "fp8" and not pairs
+    order = "bytes" if is_whole else "pairs" if pairs and is_small(weight) else "lanes"
     if weight.order != order or weight.zeros is not None or weight.columns is not None:
         return False
     columns = weight.shape[-1]
     if weight.kind == "fp4":
         return weight.wide == 16
-    wide = 64 if not is_small(weight) or pairs else 128
+    wide = 64 if pairs or weight.kind == "int8" else 128
     if weight.wide % wide and weight.wide != columns:
         return False
     return weight.scales.dtype == torch.bfloat16
@@ -75,12 +77,14 @@ def _words(weight: Packed, tall: int, pairs: bool) -> Tensor:
     scales = weight.scales.reshape(-1, weight.scales.shape[-1])
     if weight.kind == "fp4":
         return _fp4_words(scales, columns, pairs)
-    if weight.tall > 1 and not (weight.kind == "fp8" and tall):
+    if weight.tall > 1 and not (weight.kind == "fp8" and tall and pairs):
         scales = scales.repeat_interleave(weight.tall, 0)
     wide = 128 if weight.kind == "int4" and not pairs else 64
     starts = torch.arange(0, columns, wide, device=scales.device)
     group = starts // weight.wide if scales.shape[1] > 1 else torch.zeros_like(starts)
     values = scales[:, group]
+    if weight.kind == "fp8" and not pairs:  # of eight rows by 128 columns, what their sums are multiplied by
+        return values[:, ::2].view(-1, 8, (columns + 127) // 128).mT.flatten().view(torch.int32)
     if weight.kind == "fp8":
         values = values.float() * _FP8_UNIT
     values = values.bfloat16()

@@ -2,9 +2,9 @@
 //
 // A lane's 16 bytes are four words. A word holds four codes of 8 bits or eight of 4, their bits where `lane_order.py`
 // puts them: a shift and a mask leave elements 2i and 2i + 1 in the halves of a word, floats with sign, exponent and
-// mantissa where bfloat16 has them. What that leaves out is a power of two, which is in the scale. FP8 and integers are
-// `code * scale` rounded once, as a weight decoded at load is. NVFP4's `code * scale` is exact; its divisor multiplies
-// the sums (`FP4_UNIT` with it).
+// mantissa where bfloat16 has them. What that leaves out is a power of two, which is in the scale. Integers, and FP8 where a
+// product adds to the residual, are `code * scale` rounded once, as a weight decoded at load is; elsewhere FP8's scales
+// multiply sums. NVFP4's `code * scale` is exact; its divisor multiplies the sums.
 #pragma once
 #include "common.cuh"
 
@@ -22,6 +22,20 @@ template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
     const float by = UPPER ? high(b) : low(b);
     return pack(low(a) * by, high(a) * by);
 }
+// Halves are bfloat16 here: numbers of eight bits, and codes, are the same.
+DEVICE u32 two_bytes(u32 word, bool upper) {
+    float v[2];
+    for (int i = 0; i < 2; i++) {
+        const u32 code = word >> (16 * upper + 8 * i) & 0xffu, size = code & 0x7fu;
+        v[i] = from_bf16((u16)((code & 0x80u) << 8 | size << 4)) * 0x1p120f;
+    }
+    return pack(v[0], v[1]);
+}
+DEVICE u32 to_halves(u32 v) { return v; }
+DEVICE void multiply_halves(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiply(d, a0, a1, a2, a3, b0, b1);
+}
+DEVICE int unknown(int v) { return v; }
 static emulator::Meeting teams[16];
 DEVICE void sync_team(int team, int threads) { emulator::meet(teams[team], threads); }
 #else
@@ -47,6 +61,32 @@ template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
     else
         asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; fma.rn.bf16x2 %0, %1, both, %3;}"
             : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+    return v;
+}
+// Two FP8 codes as float16.
+DEVICE u32 two_bytes(u32 word, bool upper) {
+    u32 v;
+    if (upper)
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(v) : "r"(word));
+    else
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(v) : "r"(word));
+    return v;
+}
+// Two bfloat16 as float16: exact from 2^-17 on. A row after its norm is far below the largest.
+DEVICE u32 to_halves(u32 v) {
+    const float most = 65504.0f, a = fminf(fmaxf(low(v), -most), most), b = fminf(fmaxf(high(v), -most), most);
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+}
+// As `multiply`, of float16.
+DEVICE void multiply_halves(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// A number of which the compiler knows nothing, so that it prepares nothing for it in registers.
+DEVICE int unknown(int v) {
+    asm volatile("" : "+r"(v));
     return v;
 }
 // A barrier of the warps of one team.
@@ -99,13 +139,29 @@ template <int KIND> DEVICE uint4 decoded(uint4 slot, const Scales<KIND> &by, int
 }
 
 // Registers of down, and of the kernels before and after it: 128 together.
-#define DOWN_REGISTERS (bits_of(FORMAT) == 4 ? 48 : 56)
+#define DOWN_REGISTERS (bits_of(FORMAT) == 4 ? 48 : 64)
 #define OTHER_REGISTERS (128 - DOWN_REGISTERS)
+// Of the product before attention, whose 256 threads take 128 each.
+#define BESIDE_ATTENTION 64
 // What a kernel knows of its weights: FORMAT of the enumeration, TALL is log2 of the rows that share FP8's scales.
 #ifndef TALL
 #define TALL 0
 #endif
 DEVICE constexpr bool is_tall(int format) { return format == FP8 && TALL > 0; }
+
+// FP8 before a product that does not add to the residual: codes go to the tensor cores as they are, in float16, and so do
+// tokens; scales multiply the sums of each 128 columns.
+DEVICE constexpr bool is_whole(int format) { return format == FP8; }
+DEVICE uint4 whole_codes(uint4 slot, int chunk) {
+    const u32 a = chunk ? slot.z : slot.x, b = chunk ? slot.w : slot.y;
+    return make_uint4(two_bytes(a, false), two_bytes(a, true), two_bytes(b, false), two_bytes(b, true));
+}
+// Eight elements of a token as the product takes them.
+template <int KIND> DEVICE void prepare(u16 *p) {
+    if (!is_whole(KIND)) return;
+    const uint4 v = *(const uint4 *)p;
+    *(uint4 *)p = make_uint4(to_halves(v.x), to_halves(v.y), to_halves(v.z), to_halves(v.w));
+}
 
 // Weights lie by 8 rows, and there by items in the order of K: what a warp's lanes multiply at once, 16 bytes each
 // (`lane_order.py`). Words of scales lie alike. Warps take parts of K.
@@ -114,46 +170,74 @@ template <int KIND, int LENGTH, int PARTS> struct Rows8 {
         CHUNKS = chunks_of(KIND),
         ITEMS = LENGTH / PARTS / 32 / CHUNKS,
         CODES = LENGTH * bits_of(KIND),  // bytes of 8 rows
-        WORDS = is_tall(KIND) ? LENGTH / 16 : KIND == FP4 ? LENGTH : KIND == INT4 ? LENGTH / 4 : LENGTH / 2,
+        WORDS = is_whole(KIND) ? (LENGTH + 127) / 128 * 16 : KIND == FP4 ? LENGTH : KIND == INT4 ? LENGTH / 4 : LENGTH / 2,
         BYTES = CODES + WORDS
     };
     // By one thread: block `i` of 8 rows, counted through a bank.
     static METHOD void ask(u8 *slot, const u8 *codes, const u8 *scales, size_t i, u64 *arrival) {
         expect_bytes(arrival, BYTES);
         copy_bulk(slot, codes + i * CODES, CODES, arrival);
-        copy_bulk(slot + CODES, scales + (is_tall(KIND) ? i >> (TALL > 3 ? TALL - 3 : 0) : i) * WORDS, WORDS, arrival);
+        copy_bulk(slot + CODES, scales + i * WORDS, WORDS, arrival);
     }
     // A lane's word of an item counted through all warps.
     static METHOD int word_at(int item, int g, int t) {
-        return KIND == FP4 ? ((item * 8 + g) * 2 + (t >> 1)) * 2 : is_tall(KIND) ? item : item * 8 + g;
+        return KIND == FP4 ? ((item * 8 + g) * 2 + (t >> 1)) * 2 : item * 8 + g;
     }
-    // Multiply this warp's part of two blocks, the 16 rows of the matrix instruction, or of the first one only. `tokens`
-    // is this lane's place in the row of its token, `stride` from a row to the next.
-    template <int HALVES>
+    // Multiply this warp's part of two blocks, the 16 rows of the matrix instruction. `tokens` is this lane's place in the
+    // row of its token, `stride` from a row to the next; of a token that there is not, anything: columns keep apart.
+    template <int HALVES, bool ROLLED>
     static METHOD void multiply(float (&even)[HALVES][4], float (&odd)[HALVES][4], const u8 *first, const u8 *second,
-                                       bool has_second, const u16 *tokens, int stride, int live, int warp) {
+                                const u16 *tokens, int stride, int warp) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const uint4 zero = make_uint4(0, 0, 0, 0);
+        if constexpr (is_whole(KIND)) return multiply_whole<HALVES, ROLLED>(even, first, second, tokens, stride, warp);
 #pragma unroll 4
         for (int i = 0; i < ITEMS; i++) {
             const int item = warp * ITEMS + i, word = word_at(item, g, t);
             const uint4 w = *(const uint4 *)(first + item * 512 + lane * 16);
-            Scales<KIND> by, by8 = {};
+            const uint4 w8 = *(const uint4 *)(second + item * 512 + lane * 16);
+            Scales<KIND> by, by8;
             by.load((const u32 *)(first + CODES) + word);
-            uint4 w8 = zero;
-            if (has_second) {
-                w8 = *(const uint4 *)(second + item * 512 + lane * 16);
-                by8.load((const u32 *)(second + CODES) + word);
-            }
+            by8.load((const u32 *)(second + CODES) + word);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
                 const uint4 a = decoded<KIND>(w, by, c), a8 = decoded<KIND>(w8, by8, c);
 #pragma unroll
-                for (int h = 0; h < HALVES; h++) {
-                    const uint4 b = g + 8 * h < live ? *(const uint4 *)(tokens + 8 * h * stride + (i * CHUNKS + c) * 32) : zero;
-                    multiply_block(even[h], odd[h], a, a8, b);
+                for (int h = 0; h < HALVES; h++)
+                    multiply_block(even[h], odd[h], a, a8, *(const uint4 *)(tokens + 8 * h * stride + (i * CHUNKS + c) * 32));
+            }
+        }
+    }
+    // ROLLED: with fewer registers.
+    template <int HALVES, bool ROLLED>
+    static METHOD void multiply_whole(float (&total)[HALVES][4], const u8 *first, const u8 *second, const u16 *tokens,
+                                      int stride, int warp) {
+        enum { GROUP = ITEMS > 1 ? 2 : 1 };  // items that share scales
+        const int lane = threadIdx.x & 31, g = lane >> 2;
+#pragma unroll
+        for (int from = 0; from < ITEMS; from += GROUP) {
+            float even[HALVES][4] = {}, odd[HALVES][4] = {};
+            const int share = (warp * ITEMS + from) / 2 * 8 + g, last = from + (ROLLED ? unknown(GROUP) : GROUP);
+            const float by = from_bf16(((const u16 *)(first + CODES))[share]);
+            const float by8 = from_bf16(((const u16 *)(second + CODES))[share]);
+#pragma unroll(ROLLED ? 1 : GROUP)
+            for (int i = from; i < last; i++) {
+                const int at = (warp * ITEMS + i) * 512 + lane * 16;
+                const uint4 w = *(const uint4 *)(first + at), w8 = *(const uint4 *)(second + at);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++) {
+                    const uint4 a = whole_codes(w, c), a8 = whole_codes(w8, c);
+#pragma unroll
+                    for (int h = 0; h < HALVES; h++) {
+                        const uint4 b = *(const uint4 *)(tokens + 8 * h * stride + (i * CHUNKS + c) * 32);
+                        multiply_halves(even[h], a.x, a8.x, a.y, a8.y, b.x, b.y);
+                        multiply_halves(odd[h], a.z, a8.z, a.w, a8.w, b.z, b.w);
+                    }
                 }
             }
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) total[h][j] = fmaf(even[h][j] + odd[h][j], j < 2 ? by : by8, total[h][j]);
         }
     }
 };
@@ -238,7 +322,7 @@ DEVICE void normalise_rows(const u16 *x, const u16 *scale, u16 *tokens, int live
         for (int k = lane * 8; k < LENGTH; k += 256) squares += squares_of(*(const uint4 *)(own + k));
         const float inverse = rsqrtf(sum_over_warp(squares) / LENGTH + eps);
         for (int k = lane * 8; k < LENGTH; k += 256)
-            *(uint4 *)(own + k) = scaled(*(const uint4 *)(own + k), inverse, *(const uint4 *)(scale + k));
+            *(uint4 *)(own + k) = scaled(*(const uint4 *)(own + k), inverse, *(const uint4 *)(scale + k)), prepare<FORMAT>(own + k);
     }
     __syncthreads();
 }

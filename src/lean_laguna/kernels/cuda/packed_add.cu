@@ -1,8 +1,9 @@
 // project_add.cu with packed weights: hidden += x @ weight^T, rounded before the sum; weights streamed once.
 //
-// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh. One
-// program owns 16 weight rows, which are the 16 rows of the matrix instruction: the grid is N / 16. Each warp takes its
-// own part of K and asks for all of its weights at once; x comes straight from L2, a lone row by way of shared memory.
+// -D: K, N, COLS, WARPS, PROGRAMS as in project_add.cu; FORMAT and TALL of packed.cuh; PACE warps whose weights are on
+// their way at first. One program owns 16 weight rows, which are the 16 rows of the matrix instruction: the grid is N / 16.
+// Each warp takes its own part of K and asks for all of its weights at once; x comes straight from L2, a lone row by way of
+// shared memory.
 #include "packed.cuh"
 
 #define PART (K / WARPS)
@@ -19,14 +20,19 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     float *sums = (float *)(slots + WARPS * Own::BYTES);
     u16 *row = (u16 *)(sums + WARPS * COLS * SUM_STRIDE);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    u64 *arrival = (u64 *)(row + (STAGED ? K : 0)) + warp;
+    u64 *arrivals = (u64 *)(row + (STAGED ? K : 0)), *arrival = arrivals + warp;
     u8 *slot = slots + warp * Own::BYTES;
     const uint4 zero = make_uint4(0, 0, 0, 0);
 
     stamp(STARTED);
-    if (lane == 0) {
-        init_arrival(arrival);
+    if (thread == 0) {
+        for (int i = 0; i < WARPS; i++) init_arrival(arrivals + i);
         show_arrivals();
+    }
+    __syncthreads();
+    if (lane == 0) {
+        // What attention asks for meanwhile must not wait behind all of these.
+        if (warp >= PACE) wait_for_bytes(arrival - PACE, 0);
         Own::ask(slot, weight, scales, blockIdx.x, warp, arrival);
     }
     __syncwarp();
@@ -62,7 +68,7 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     const float old = writes ? from_bf16(load_fresh16(out)) : 0.0f;
     stamp(PREPARED);
     wait_for_bytes(arrival, 0);
-#pragma unroll 1
+#pragma unroll(STAGED ? 4 : 1)
     for (int first = 0; first < BLOCKS; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i += 2) {
@@ -75,7 +81,8 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
                 const uint4 a = Own::chunk(w, by, 0, c), a8 = Own::chunk(w, by, 1, c);
 #pragma unroll
                 for (int h = 0; h < HALVES; h++) {
-                    if (STAGED) b[h][i + c] = g < live ? *(const uint4 *)(own_row + (k + c) * 32 + 8 * t) : zero;
+                    // Of a token that there is not, anything: columns keep apart.
+                    if (STAGED) b[h][i + c] = *(const uint4 *)(own_row + (k + c) * 32 + 8 * t);
                     multiply_block(even[h], odd[h], a, a8, b[h][i + c]);
                     if (!STAGED && k + c + AHEAD < BLOCKS)
                         b[h][i + c] = g + 8 * h < live

@@ -35,8 +35,12 @@ ONE_ONLY = 115_713
 another has none."""
 MOST_BLOCKS = 8
 """Of a team, for which there is room for factors: layers of several widths share code."""
+LONE_PLACES = 1
+"""Of a team for a lone row's units of gate and up: more on their way hold up how the next kernel starts."""
 TEAMS = {1: 2, 8: 2, 16: 1}
 ADD_WARPS = 16
+ADD_PACE = {4: 4, 8: 6}
+"""Warps whose weights are on their way at once where a lone row's product adds to the residual, by bits."""
 DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 """The same for experts of the second product, by columns."""
 
@@ -46,9 +50,11 @@ def takes_packed(device: torch.device) -> bool:
     return has_bulk_copies(device) and shared_memory(device) >= MAX_SHARED
 
 
-def _widths(weight: Packed, tall: int) -> tuple[int, int]:
-    """Return the bytes of 8 rows' codes and of their words of scales."""
+def _widths(weight: Packed, tall: int, *, pairs: bool = False) -> tuple[int, int]:
+    """Return the bytes of 8 rows' codes and of their words of scales; ``pairs`` as for ``fits``."""
     columns = weight.shape[-1]
+    if weight.kind == "fp8" and not pairs:
+        return columns * 8, -(-columns // 128) * 16
     share = 16 if weight.kind == "fp8" and tall else {"fp4": 1, "int4": 4}.get(weight.kind, 2)
     return columns * (4 if is_small(weight) else 8), columns // share
 
@@ -134,7 +140,7 @@ def _add_warps(weight: Packed) -> int:
 def _add_shared(weight: Packed, tall: int, cols: int) -> int:
     """Return the bytes of shared memory: all of a program's weights, sums and a lone row."""
     warps = _add_warps(weight)
-    k, (codes, words) = weight.shape[1], _widths(weight, tall)
+    k, (codes, words) = weight.shape[1], _widths(weight, tall, pairs=True)
     if weight.kind == "fp8" and tall:
         words = k // 16 * (1 if k // warps % 256 == 0 else warps)
     else:
@@ -168,6 +174,7 @@ def project_add(
         N=n,
         WARPS=warps,
         COLS=cols,
+        PACE=ADD_PACE[4 if is_small(weight) else 8] if cols == 1 else warps,
         PROGRAMS=1 if cols > 1 else 2 if warps == 16 else 3,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
@@ -225,7 +232,7 @@ def _down_plan(mlp: SparseWeights, cols: int) -> tuple[bool, int, int]:
     is_tall = down.kind == "fp8" and tall > 0
     own, shared_own = (
         2 * codes + (1 if is_tall else 2) * words
-        for codes, words in (_widths(down, tall), _widths(last, tall))
+        for codes, words in (_widths(down, tall, pairs=True), _widths(last, tall, pairs=True))
     )
     sizes, slots = (experts, top_k, cols), min(experts, top_k * cols)
     fixed = shared_own + cols * (top_k * (f + 8) + fs + 8) * 2 + routing_bytes(*sizes) + 8 + 4 * slots
@@ -261,13 +268,21 @@ def _experts_up(
     block = sum(_widths(up, tall))
     units = (up.shape[1] * mlp.top_k * cols + shared_up.shape[0]) // 16
     teams, grid = TEAMS[cols], multiprocessors(normed.device)
-    fixed = teams * _sums(cols) + cols * (k + 8) * 2 + routing_bytes(*sizes) + contest_bytes(*sizes)
+    most = -(-units // (grid * teams))
+    kept = most if cols == 1 and most <= MOST_BLOCKS // 2 else 0
+    fixed = (
+        teams * _sums(cols) // 2 * (kept or 2)
+        + cols * (k + 8) * 2
+        + routing_bytes(*sizes)
+        + contest_bytes(*sizes)
+    )
     fixed += teams * 8 * min(up.shape[0], mlp.top_k * cols)
-    places = _places(up, block, -(-units // (grid * teams)) * 2, fixed, teams) // 2
+    places = LONE_PLACES if cols == 1 else _places(up, block, most * 2, fixed, teams) // 2
     source = Source.of(
         "packed_up",
         K=k,
         PLACES=places,
+        UNITS=kept,
         TALL=tall,
         FORMAT=code_of(up),
         TEAMS=teams,
@@ -276,7 +291,7 @@ def _experts_up(
     )
     weights = (up.codes, scale_words(up, tall), shared_up.codes, scale_words(shared_up, tall))
     outs = (expert_factors(mlp), routing.act, shared_act, routing.expert_ids, num_rows, float(mlp.softcap))
-    shared = fixed + teams * 2 * places * (block + 8)
+    shared = fixed + teams * places * (2 * block + 24)
     arguments = (normed, scores, mlp.bias, *weights, *outs)
     launch_kernel(source, grid, teams * THREADS, max(shared, ONE_ONLY), arguments, launch)
 

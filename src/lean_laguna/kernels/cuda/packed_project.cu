@@ -15,7 +15,7 @@
 #define SUM_FLOATS (SUM_PLACES * WARPS * COLS * SUM_STRIDE)
 
 #if COLS == 1
-CAPPED_KERNEL(OTHER_REGISTERS)
+CAPPED_KERNEL(BESIDE_ATTENTION)
 #else
 KERNEL(TEAMS * WARPS * 32, PROGRAMS)
 #endif
@@ -67,7 +67,7 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     const int live = min(load_fresh32(num_rows), COLS);
     let_next_start();
     stamp(ASKED);
-    const u16 *own_tokens = tokens + g * STRIDE + warp * PART + 8 * t;
+    const u16 *own_tokens = tokens + (COLS > 1 ? g * STRIDE : 0) + warp * PART + 8 * t;
     int buffer = 0;
     wait_for_inputs();
     stamp(WAITED);
@@ -77,6 +77,10 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
         for (int j = 0; j < OWN_PIECES(K, ALL); j++)
             if (j * 32 + lane < K / ALL / 8) own_scale[j] = *(const uint4 *)(tokens + own_k + j * 256);
         normalise_row<K, ALL>(x, own_scale, tokens, squares, eps);
+#pragma unroll
+        for (int j = 0; j < OWN_PIECES(K, ALL); j++)
+            if (j * 32 + lane < K / ALL / 8) prepare<FORMAT>(tokens + own_k + j * 256);
+        __syncwarp();
         if (TEAMS > 1) __syncthreads();
     } else
         normalise_rows<K, ALL>(x, scale, tokens, live, eps, x_stride);
@@ -98,12 +102,12 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
 #pragma unroll 1
     for (int i = 0; i < count; i += width, width = 2) {
         float even[HALVES][4] = {}, odd[HALVES][4] = {};
-        const bool has_second = width > 1;
-        const int place = i % PLACES, next = (i + 1) % PLACES;
+        // One block alone stands for both.
+        const int second = i + width - 1, place = i % PLACES, next = second % PLACES;
         wait_for_bytes(arrivals + place, i / PLACES & 1);
-        if (has_second) wait_for_bytes(arrivals + next, (i + 1) / PLACES & 1);
-        Own::template multiply<HALVES>(even, odd, slots + place * Own::BYTES, slots + next * Own::BYTES, has_second, own_tokens,
-                                       STRIDE, live, warp);
+        wait_for_bytes(arrivals + next, second / PLACES & 1);
+        Own::template multiply<HALVES, false>(even, odd, slots + place * Own::BYTES, slots + next * Own::BYTES,
+                                              own_tokens, STRIDE, warp);
         leave_sums<COLS, HALVES>(sums + (buffer * WARPS + warp) * COLS * SUM_STRIDE, even, odd);
         if (i == 0) stamp(FIRST_DONE);
         if (KEEPS) {

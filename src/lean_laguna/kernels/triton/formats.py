@@ -50,7 +50,7 @@ class Packed:
     divisors: Tensor | None = None
     zeros: Tensor | None = None
     columns: Tensor | None = None
-    order: Literal["rows", "lanes", "pairs"] = "rows"
+    order: Literal["rows", "lanes", "bytes", "pairs"] = "rows"
     derived: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -157,6 +157,8 @@ def _placed_code(word, pair, half, FORMAT: tl.constexpr):
         low = tl.where(pair == 0, 14, tl.where(pair == 1, 4, tl.where(pair == 2, 0, 10))) + half
         high = tl.where(pair == 0, 7, tl.where(pair == 1, 5, tl.where(pair == 2, 1, 11))) + half
         return ((word >> sign) & 1) << 3 | ((word >> high) & 3) << 1 | ((word >> low) & 1)
+    elif FORMAT[5] == "bytes":
+        return (word >> (pair * 16 + half // 2)) & 255
     elif FORMAT[0] == "fp8":
         own = word >> half
         second = ((own >> 4) & 0x80) | ((own >> 8) & 0x70) | (own & 15)

@@ -39,7 +39,7 @@ def words_of(weight: Packed) -> tuple[Any, ...]:
 @triton.jit
 def _pairs(w, p: tl.constexpr, FORMAT: tl.constexpr):
     """Return two codes of each word [uint32] as float16 in its halves; integers are 1024 above their code."""
-    ORDERED: tl.constexpr = FORMAT[5] != "rows"
+    ORDERED: tl.constexpr = FORMAT[5] != "rows" and FORMAT[5] != "bytes"
     SIGNS: tl.constexpr = 0x80008000
     if FORMAT[0] == "fp4" and ORDERED:
         if p == 0:
@@ -92,7 +92,7 @@ def _four(a, b, c, d):
 def _values(w, FORMAT: tl.constexpr):
     """Return float32 [..., n] of the n codes of each word, in order of columns, but for the scale."""
     IN_ROWS: tl.constexpr = (
-        FORMAT[5] == "rows"
+        FORMAT[5] == "rows" or FORMAT[5] == "bytes"
     )  # a pair's halves are four (or two) codes apart, else neighbours
     p0, p1 = _pairs(w, 0, FORMAT), _pairs(w, 1, FORMAT)
     low0, high0 = _half(p0, 0, FORMAT), _half(p0, 1, FORMAT)

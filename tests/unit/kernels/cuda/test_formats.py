@@ -162,6 +162,15 @@ def test_a_row_has_the_same_bits_at_every_width(draw, poisoned, count, both, blo
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("fp8-block", marks=pytest.mark.slow)])
+def test_a_lone_row_has_the_same_bits_however_many_share_its_units(draw, blocks, run, monkeypatch, name):
+    block, x, found = blocks(name)[0], draw(MAX_ROWS, 1024), []
+    for num in (2, 33):  # the sums of few units are kept to the end
+        monkeypatch.setattr(packed_products, "multiprocessors", lambda _, num=num: num)
+        found.append(run(block, x, 1, 1))
+    assert torch.equal(*found)
+
+
 def test_what_does_not_fit_is_left_to_triton(both):
     packed, _ = both("nvfp4", 16, 1024)
     assert not products.fits_project_add(packed)  # codes lie by rows of lanes, not by pairs
@@ -189,7 +198,7 @@ def on_meta(name, *size, pairs=False):
     codes = torch.empty((*size[:-1], k // 2 if small else k), dtype=torch.uint8, device="meta")
     of = torch.uint8 if kind == "fp4" else torch.bfloat16
     scales = torch.empty((*size[:-2], -(-n // tall), k // wide), dtype=of, device="meta")
-    order = "pairs" if pairs and small else "lanes"
+    order = ("pairs" if pairs else "lanes") if small else "bytes" if kind == "fp8" and not pairs else "lanes"
     return Packed(kind, size, torch.bfloat16, codes, scales, tall, wide, order=order)
 
 

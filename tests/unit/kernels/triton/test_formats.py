@@ -201,6 +201,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(
     [
         *((name, order) for name in ("nvfp4", "int4-groups") for order in ("lanes", "pairs")),
         *((name, "lanes") for name in ("fp8-channel", "int8-groups")),
+        ("fp8-channel", "bytes"),
     ],
 )
 @pytest.mark.parametrize("split", [1, 4])

@@ -37,7 +37,9 @@ def test_tiles_are_the_decoded_weights(draw, poisoned, device, name, order):
             packed = dataclasses.replace(packed, scales=scales)
             expected = packed.decode(dtype)
             packed = in_lane_order(packed, pairs=order == "pairs")
-        assert packed.order == ("pairs" if order == "pairs" and scheme.num_bits == 4 else "lanes")
+        is_bytes = name.startswith("fp8") and order == "lanes"
+        is_paired = order == "pairs" and scheme.num_bits == 4
+        assert packed.order == ("bytes" if is_bytes else "pairs" if is_paired else "lanes")
     weight = to_kernels(packed, dtype)
     assert takes_words(weight, COLS, BLOCK_K)
     flat = dataclasses.replace(weight, shape=(E * N, K))
