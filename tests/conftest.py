@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -12,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.support.interpreter import patch_language_once
+from tests.support.interpreter import make_interpreter_quicker
 from tests.support.targets import laguna_json, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
@@ -37,8 +38,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Once the tests have imported what they need."""
-    patch_language_once()
+    """Once the tests have imported what they need, none of which is garbage."""
+    make_interpreter_quicker()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let go of what is garbage at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
