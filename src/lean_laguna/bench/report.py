@@ -17,9 +17,12 @@ from rich.text import Text
 
 from lean_laguna.bench.ab import BASELINE, SPECULATIVE
 from lean_laguna.bench.charts import Point, bars_svg, line_svg, text_bar
+from lean_laguna.bench.parity import CONTROL
 
 BAR_WIDTH = 24
 GIB = 2**30
+TOLD = {BASELINE: "without drafter", SPECULATIVE: "with drafter", CONTROL: "without drafter, again"}
+"""What files call the sides, and what people read."""
 COLOURS = {"identical": "green", "near-tie": "yellow", "mismatch": "bold red"}
 
 
@@ -134,6 +137,7 @@ def to_html(result: Mapping[str, Any]) -> str:
     )
     return environment.from_string(source).render(
         result=result,
+        told=TOLD,
         heading=heading(result).plain.split("\n"),
         charts=charts(result),
         provenance={
@@ -150,7 +154,7 @@ def charts(result: Mapping[str, Any]) -> list[str]:
         return []
     sides = result["sides"]
     rates = [(name, sides[name]["decode_tok_per_s"]) for name in sides if "decode_tok_per_s" in sides[name]]
-    points = [Point(name, r["median"], r["min"], r["max"]) for name, r in rates]
+    points = [Point(TOLD.get(name, name), r["median"], r["min"], r["max"]) for name, r in rates]
     found = [bars_svg("Decode speed", points, y_label="tokens per second")]
     accepted = sides[SPECULATIVE].get("spec_decode_per_position_acceptance_rates")
     if accepted:
@@ -185,8 +189,8 @@ def sweep_svg(result: Mapping[str, Any]) -> str:
 def _ab_table(result: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("without drafter", justify="right", no_wrap=True)
-    table.add_column("with drafter", justify="right", no_wrap=True)
+    table.add_column(TOLD[BASELINE], justify="right", no_wrap=True)
+    table.add_column(TOLD[SPECULATIVE], justify="right", no_wrap=True)
     table.add_column("")
     a, b = result["sides"][BASELINE], result["sides"][SPECULATIVE]
     for cells in _decode_rows(a, b, result.get("speedup")):
@@ -276,7 +280,7 @@ def _ab_parity_line(result: Mapping[str, Any]) -> Text:
     by_text = any("compared as text" in said for _, said in _limits(result))
     line = Text.assemble(
         (f"{wrong} mismatches", "bold red" if wrong else "bold green"),
-        f": {compared} outputs compared with the first baseline run, "
+        f": {compared} outputs compared with the first run without drafter, "
         f"{'text for text' if by_text else 'token for token'}",
     )
     for extra in _difference_lines(parity["differences"]):

@@ -103,9 +103,9 @@ def test_the_sweep_report_marks_the_best_and_the_wrong(sweep):
 
 
 def test_what_was_compared_is_said(ab):
-    assert "first baseline run, token for token" in shown(ab_report(ab))
+    assert "first run without drafter, token for token" in shown(ab_report(ab))
     ab["engines"]["baseline"] |= {"base_url": "http://x", "limits": ["no ids: outputs are compared as text"]}
-    assert "first baseline run, text for text" in shown(ab_report(ab))
+    assert "first run without drafter, text for text" in shown(ab_report(ab))
 
 
 def test_the_parity_report_gives_a_verdict_per_prompt(parity):
@@ -129,7 +129,10 @@ def test_the_page_is_static_escaped_and_complete(ab, sweep, parity):
         assert "https://" not in page
         assert "<script" not in page
         assert "git_commit" in page
-    assert to_html(ab).count("<svg") == 2
+    page = to_html(ab)
+    assert page.count("<svg") == 2
+    assert "<th>without drafter</th><th>with drafter</th>" in page
+    assert "<th>baseline" not in page
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 99}'])
