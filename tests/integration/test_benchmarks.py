@@ -1,4 +1,4 @@
-"""The scripts behind results/ still fit the code: each can be imported, and tried on a CPU where it can be."""
+"""The scripts behind results/ fit the code: each can be imported, and those with a small run have it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,11 @@ def plan(target: Target, drafter: Drafter | None, room: Room, wish: Wish) -> dic
         "context": wish.context,
         "num_streams": wish.num_streams,
         "max_position_embeddings": limit,
-        "engine": {**dataclasses.asdict(wish.limits), "prefill_chunk_size": wish.limits.chunk_size},
+        "engine": {
+            **dataclasses.asdict(wish.limits),
+            "prefill_chunk_size": wish.limits.chunk_size,
+            "prefix_block_size": wish.limits.block_size,
+        },
         "lean_laguna": ours,
         "vllm": theirs,
     }

@@ -85,10 +85,11 @@ def _table(found: Mapping[str, Any]) -> Table:
 def _notes(found: Mapping[str, Any]) -> list[Text]:
     kinds = {1: "FP8", 2: "BF16", 4: "F32"}
     engine = found["engine"]
-    caching = "on" if engine["enable_prefix_caching"] else "off"
+    every = f"on, a hit ends at a multiple of {engine['prefix_block_size']:,} tokens"
+    caching = every if engine["enable_prefix_caching"] else "off"
     notes = [
         f"lean-laguna: exact to the byte but for the workspace; keys and values in {engine['dtype']}, pages "
-        f"of {engine['kv_block_size']}, prefix caching {caching}, reserved per stream: nothing is preempted",
+        f"of {engine['kv_block_size']}, reserved per stream: nothing is preempted; prefix caching {caching}",
         f"vLLM: its own arithmetic for a hybrid cache, keys and values in "
         f"{kinds[found['vllm']['kv_element_bytes']]}; its workspace is measured when it starts, here assumed",
     ]
