@@ -14,6 +14,7 @@ from lean_laguna.kernels.triton.weights import SparseWeights
 from lean_laguna.models.shapes import laguna_shape
 from lean_laguna.quant.random_weight import random_weight
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, packed_integer
+from support import kernel_twins as plain
 
 EPS = 1e-6
 SCHEMES = {
@@ -33,8 +34,8 @@ def both(device):
     def make(name, *shape, heights=None, pairs=False, seed=0):
         generator = torch.Generator(device).manual_seed(seed)
         stored = random_weight(SCHEMES[name], shape, heights or (shape[-2],), 0.03, generator)
-        plain = stored.decode(torch.bfloat16)
-        return to_kernels(in_lane_order(stored, pairs=pairs), torch.bfloat16), plain
+        decoded = stored.decode(torch.bfloat16)
+        return to_kernels(in_lane_order(stored, pairs=pairs), torch.bfloat16), decoded
 
     return make
 
@@ -54,27 +55,26 @@ def rows_of(draw, poisoned, n, width):
 @pytest.mark.parametrize(("gated", "live", "cols"), [(False, 1, 1), (False, 2, 8), (True, 11, 16)])
 def test_project(draw, poisoned, count, both, name, gated, live, cols):
     k, n = 1024, 40
-    weights = both(name, 2 * n, k, heights=(n, n))
+    weight, decoded = both(name, 2 * n, k, heights=(n, n))
     x, norm = rows_of(draw, poisoned, live, k), draw(k, scale=0.2) + 1
-    outs = [poisoned(MAX_ROWS, n if gated else 2 * n) for _ in weights]
-    for weight, out in zip(weights, outs, strict=True):
-        assert products.fits_project(weight, gated=gated)
-        products.project(x, norm, weight, out, count(live), EPS, Launch(cols), gated=gated)
-    agree(outs[0][:live], outs[1][:live])
-    assert outs[0][live:].isnan().all()
+    out = poisoned(MAX_ROWS, n if gated else 2 * n)
+    assert products.fits_project(weight, gated=gated)
+    products.project(x, norm, weight, out, count(live), EPS, Launch(cols), gated=gated)
+    expected = plain.linear(plain.rms_norm(x[:live], norm, EPS), decoded)
+    agree(out[:live], plain.silu_and_mul(expected) if gated else expected)
+    assert out[live:].isnan().all()
 
 
 @EVERY
 @pytest.mark.parametrize(("k", "live", "cols"), [(512, 3, 8), (2048, 12, 16)])
 def test_project_add(draw, poisoned, count, both, name, k, live, cols):
-    weights, x = both(name, 32, k, pairs=True), rows_of(draw, poisoned, live, k)
-    old, found = rows_of(draw, poisoned, live, 32), []
-    for weight in weights:
-        assert products.fits_project_add(weight)
-        hidden = old.clone()
-        products.project_add(x, weight, hidden, count(live), Launch(cols))
-        found.append(hidden[:live])
-    agree(*found)
+    (weight, decoded), x = both(name, 32, k, pairs=True), rows_of(draw, poisoned, live, k)
+    hidden = rows_of(draw, poisoned, live, 32)
+    expected = hidden[:live] + plain.linear(x[:live], decoded)
+    assert products.fits_project_add(weight)
+    products.project_add(x, weight, hidden, count(live), Launch(cols))
+    agree(hidden[:live], expected)
+    assert hidden[live:].isnan().all()
 
 
 EXPERTS, WIDTH, TOP_K = 32, 512, 3
@@ -129,6 +129,15 @@ def run(poisoned, count, device):
     return experts
 
 
+def experts_of(block, hidden):
+    """Compute the same in plain PyTorch, with plain weights."""
+    x = plain.rms_norm(hidden, block.norm, EPS)
+    weights, ids = plain.route(plain.linear(x, block.router_gate_up[:EXPERTS]), block.bias, TOP_K)
+    routed = plain.moe(x, block.gate_up, block.down, weights, ids).to(x.dtype) * block.scaling
+    shared = plain.silu_and_mul(plain.linear(x, block.router_gate_up[EXPERTS:]))
+    return hidden + (routed + plain.linear(shared, block.shared_down))
+
+
 WIDTHS = ((1, 1), (2, 8), (9, 16))
 # How a format is read does not hang on the width: test_project has all pairs of the two. The others are slow.
 QUICK = {*(("nvfp4", cols) for _, cols in WIDTHS), ("fp8-block", 8), ("fp8-block", 16)}
@@ -145,7 +154,8 @@ QUICK |= {("fp8-channel", 1), ("int8", 8), ("int4", 16)}
 )
 def test_experts(draw, poisoned, blocks, run, name, live, cols):
     old = rows_of(draw, poisoned, live, 1024)
-    agree(*(run(block, old, live, cols) for block in blocks(name)))
+    packed, decoded = blocks(name)
+    agree(run(packed, old, live, cols), experts_of(decoded, old[:live]))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-block"])
