@@ -170,9 +170,14 @@ def test_one_token_over_the_limit_names_both_numbers(server: RunningServer, is_s
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_one_token_over_the_limit_is_told_by_every_chat_api(server: RunningServer, is_streamed: bool) -> None:
-    long = [{"role": "user", "content": "word " * 400}]
-    count = server.ok("/tokenize", messages=long)["count"]
+    def words(num: int) -> tuple[list[dict[str, str]], int]:
+        messages = [{"role": "user", "content": "word " * num}]
+        return messages, server.ok("/tokenize", messages=messages)["count"]
+
     limit = server.ok("/tokenize", prompt="x")["max_model_len"]
+    few, more = words(100)[1], words(200)[1]
+    long, count = words(100 + (limit - 20 - few) * 100 // (more - few))  # little is left for the reply
+    assert 0 < limit - count < 40
     for path, body, name in (
         (CHAT, {"messages": long}, "max_tokens"),
         (CHAT, {"messages": long}, "max_completion_tokens"),
