@@ -47,7 +47,7 @@ class Bench:
             load_format="auto" if args.tiny else "dummy",
             shape=None if args.tiny else shape,
             scheme=None if args.tiny else args.build,
-            kernels=args.kernels,
+            kernels="triton" if args.tiny else args.kernels,
             max_num_seqs=1,
             enable_prefix_caching=True,
             speculative_config=drafts,
