@@ -109,7 +109,9 @@ def test_drafts_cut_by_confidence_change_nothing(engine, monkeypatch):
 
     expected, _ = engine.run(0, 400)
     monkeypatch.setattr(controller, "choose", choose)
-    monkeypatch.setattr(engine.engine._prices, "costs", RowCosts([[float(k) for k in range(17)]] * 2))
+    widths = engine.engine.programs.widths
+    seconds = [float(rows) for rows in range(widths[-1] + 1)]
+    monkeypatch.setattr(engine.engine._prices, "costs", RowCosts(widths, [seconds] * len(widths)))
     found, _ = engine.run(None, 400)
     again, _ = engine.run(None, 400)
     assert found == expected == again
