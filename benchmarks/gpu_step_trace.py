@@ -82,6 +82,6 @@ class StepTrace:
             verify_s, draft_s = one.verify_s, stamps[ENDED] - stamps[VERIFIED]
             gap_s = 0.0 if self._last_end is None else stamps[STARTED] - self._last_end
             self._last_end = stamps[ENDED]
-            kind = (sum(one.lane.drafted) - drafted, 16 if one.is_wide else 8, one.num_made_tokens)
+            kind = (sum(one.lane.drafted) - drafted, one.cols, one.num_made_tokens)
             self._kinds[kind].append((verify_s, draft_s, gap_s))
         return result
