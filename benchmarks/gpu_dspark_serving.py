@@ -398,8 +398,8 @@ class Bench:
         draw = random.Random(0)
         vocab = engine.target.config.vocab_size
         for temperature in (0.8, 0.0):
-            thresholds = SyntheticAcceptance(self.sets[temperature]).thresholds(16)
-            engine.programs._thresholds.copy_(torch.tensor(thresholds))
+            kept = engine.programs._thresholds
+            kept.copy_(torch.tensor(SyntheticAcceptance(self.sets[temperature]).thresholds(kept.shape[-1])))
             for streams in (1,) if tiny or self.args.lean else (1, 4):
                 if self.left() < 12 and not tiny:
                     break

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TRIED = {
     "gpu_beside_vllm": ["--tiny", "--plan", "ours"],
+    "gpu_dspark_serving": ["--tiny", "--budget", "900"],
     "gpu_invariance": ["--tiny", "--budget", "900"],
     "gpu_layers": ["--tiny", "--budget", "900"],
     "gpu_step": ["--tiny", "--budget", "900"],
