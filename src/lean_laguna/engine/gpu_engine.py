@@ -129,7 +129,7 @@ class GpuEngine(LLMEngine):
         """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not."""
         if self.config.kernels == "triton" or not can_compile_cuda(weight):
             return False
-        # Without the copy engine their other way of loading takes over, which has not been proven on such cards.
+        # Without the copy engine their other way of loading takes over, which is not proven on such cards.
         if self.config.kernels == "auto" and torch.cuda.get_device_capability(weight.device) < (9, 0):
             return False
         has_plain_pages = self.config.kv_cache_dtype == "auto"
