@@ -146,7 +146,9 @@ def test_pages_of_codes_are_read_as_the_numbers_they_stand_for(
     for pages, codes, scale in zip(plain, kept, scales, strict=True):
         new = pages[table[at // PAGE].long(), at % PAGE]
         found = codes.view(torch.uint8)[table[at // PAGE].long(), at % PAGE]
-        assert torch.equal(found, encode_values(new, torch.tensor(scale)).view(torch.uint8))
+        # NumPy's vector tails may round a key otherwise in the two runs, and so put it over a code's edge.
+        near = [encode_values(new * by, torch.tensor(scale)).view(torch.uint8) for by in (1 - 1e-6, 1 + 1e-6)]
+        assert ((found == near[0]) | (found == near[1])).all()
         assert (found & 127 == 126).any() or scale > 0.01  # some are cut off
     numbers = tuple((codes.float() * s).to(dtype) for codes, s in zip(kept, scales, strict=True))
     found = []
