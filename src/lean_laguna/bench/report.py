@@ -70,8 +70,7 @@ def ab_report(result: Mapping[str, Any], *, per_prompt: bool = True) -> Renderab
     parts: list[RenderableType] = [_ab_table(result)]
     rates = result["sides"][SPECULATIVE].get("spec_decode_per_position_acceptance_rates")
     if rates:
-        length = result["engines"][SPECULATIVE].get("num_speculative_tokens")
-        parts += [Text(), _acceptance_table(rates, is_mixed=length == "auto")]
+        parts += [Text(), _acceptance_table(rates, is_mixed=_is_mixed(result))]
     if per_prompt:
         parts += [Text(), _prompt_table(result["per_prompt"])]
     if reason := result["engines"][SPECULATIVE].get("draft_length_reason"):
@@ -201,7 +200,7 @@ def _ab_table(result: Mapping[str, Any]) -> Table:
         ("tok/s, prompt included", "output_throughput"),
     ):
         table.add_row(label, *(_number(m.get(key)) for m in (a, b)), "")
-    for cells in _acceptance_rows(b):
+    for cells in _acceptance_rows(b, is_mixed=_is_mixed(result)):
         table.add_row(*cells)
     shares = [m.get("distinct_8gram_share") for m in (a, b)]
     table.add_row("distinct 8-grams", *(f"{s:.0%}" if s is not None else "–" for s in shares), "in the text")
@@ -230,13 +229,19 @@ def _decode_rows(
     return rows
 
 
-def _acceptance_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _is_mixed(result: Mapping[str, Any]) -> bool:
+    """Whether the drafts had several lengths, and some steps maybe none."""
+    return result["engines"][SPECULATIVE].get("num_speculative_tokens") == "auto"
+
+
+def _acceptance_rows(metrics: Mapping[str, Any], *, is_mixed: bool) -> list[tuple[str, ...]]:
     length, rate = (metrics.get(f"spec_decode_acceptance_{name}") for name in ("length", "rate"))
     if length is None or rate is None:
         return []
     limit = len(metrics["spec_decode_per_position_acceptance_rates"]) + 1
+    what = "a step with drafts" if is_mixed else f"tokens a step, of {limit}"
     return [
-        ("mean acceptance length", "–", f"{length:.2f}", f"tokens a step, of {limit}"),
+        ("mean acceptance length", "–", f"{length:.2f}", what),
         ("draft tokens accepted", "–", f"{rate:.0f} %", ""),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from lean_laguna.core.types import CompletionOutput, SamplingParams
+from lean_laguna.core.types import CompletionOutput, SamplingParams, SpeculationStats
 from lean_laguna.models.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DRAFT_STYLE = "green"
@@ -17,6 +17,18 @@ _SYMBOLS |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}
 def harmless(text: str) -> str:
     """Return text with control characters other than line break and tab made visible."""
     return text.translate(_SYMBOLS)
+
+
+def acceptance_text(stats: SpeculationStats) -> str | None:
+    """Return what a step with drafts brought, and how many of the steps had any; None where none had."""
+    length = stats.mean_acceptance_length
+    if length is None:
+        return None
+    if not stats.num_steps:  # another's server may not count them
+        return f"{length:.2f} tokens a step with drafts"
+    if stats.num_steps <= stats.num_drafts:
+        return f"{length:.2f} tokens a step"
+    return f"{length:.2f} tokens a step with drafts ({stats.num_drafts} of {stats.num_steps} steps)"
 
 
 class DraftColours:

@@ -207,6 +207,9 @@ def _stream(
 
 
 def _summary(llm: LLM, output: RequestOutput, params: SamplingParams) -> str:
+    from lean_laguna.cli.drafts import acceptance_text
+    from lean_laguna.core.types import SpeculationStats
+
     num_tokens = sum(len(c.token_ids) for c in output.outputs)
     parts = [f"{num_tokens} tokens ({', '.join(str(c.finish_reason) for c in output.outputs)})"]
     times = output.times
@@ -215,10 +218,9 @@ def _summary(llm: LLM, output: RequestOutput, params: SamplingParams) -> str:
         if num_tokens > params.n and times.last_token_s > times.first_token_s:
             rate = (num_tokens - params.n) / (times.last_token_s - times.first_token_s)
             parts.append(f"then {rate:.1f} tok/s")
-    stats = [c.speculation for c in output.outputs if c.speculation is not None]
-    lengths = [s.mean_acceptance_length for s in stats if s.mean_acceptance_length is not None]
-    if lengths:
-        parts.append(f"{sum(lengths) / len(lengths):.2f} tokens a step")
+    stats = sum((c.speculation for c in output.outputs if c.speculation is not None), SpeculationStats())
+    if (brought := acceptance_text(stats)) is not None:
+        parts.append(brought)
     mode = (
         "greedy" if params.is_greedy else f"temperature {params.temperature:g}, seed {output.outputs[0].seed}"
     )

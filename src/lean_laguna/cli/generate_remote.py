@@ -100,13 +100,15 @@ class _Printer:
 
 
 def _summary(backend: HttpBackend, result: GenerationResult) -> str:
+    from lean_laguna.cli.drafts import acceptance_text
+
     parts = [f"{result.num_tokens} tokens ({result.finish_reason})"]
     if result.ttft_s is not None:
         parts.append(f"first after {1000 * result.ttft_s:.0f} ms")
     if result.decode_s:
         parts.append(f"then {result.num_decode_tokens / result.decode_s:.1f} tok/s")
-    if result.speculation is not None and result.speculation.mean_acceptance_length is not None:
-        parts.append(f"{result.speculation.mean_acceptance_length:.2f} tokens a step")
+    if result.speculation is not None and (brought := acceptance_text(result.speculation)) is not None:
+        parts.append(brought)
     return f"[{' · '.join(parts)} · {backend.model} at {backend.base_url}]"
 
 

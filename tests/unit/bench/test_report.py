@@ -82,11 +82,14 @@ def test_the_ab_report_shows_speed_acceptance_and_parity(ab):
 def test_positions_that_a_length_only_tried_has_are_left_out(ab):
     drafted = ab["sides"]["speculative"]
     drafted["spec_decode_per_position_acceptance_rates"] = [0.5, 0.0, 0.25, 0.0, 0.0]
-    assert "  5  " in shown(ab_report(ab))
+    text = shown(ab_report(ab))
+    assert "  5  " in text
+    assert "tokens a step, of 6" in text
     ab["engines"]["speculative"]["num_speculative_tokens"] = "auto"
     text = shown(ab_report(ab))
     assert "  3  " in text
     assert "  4  " not in text
+    assert "a step with drafts" in text
 
 
 def test_the_heading_names_target_drafter_prompts_and_machine(ab):

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lean_laguna.cli.drafts import DraftColours, StreamPrinter, harmless
-from lean_laguna.core.types import CompletionOutput, SamplingParams
+from lean_laguna.cli.drafts import DraftColours, StreamPrinter, acceptance_text, harmless
+from lean_laguna.core.types import CompletionOutput, SamplingParams, SpeculationStats
 from lean_laguna.models.tokenizer import Tokenizer
 from support.tokenizers import byte_level_json
 
@@ -80,3 +80,12 @@ def test_ordinary_text_is_left_alone(text):
     shown = harmless(text)
     assert len(shown) == len(text)
     assert all(a == b for a, b in zip(text, shown, strict=True) if a.isprintable() or a in "\n\t")
+
+
+def test_steps_without_drafts_are_not_counted_among_those_with():
+    drafted = {"num_drafts": 5, "num_draft_tokens": 26, "num_accepted_tokens": 6}
+    assert acceptance_text(SpeculationStats(num_steps=249)) is None
+    assert acceptance_text(SpeculationStats(**drafted, num_steps=5)) == "2.20 tokens a step"
+    few = "2.20 tokens a step with drafts"
+    assert acceptance_text(SpeculationStats(**drafted, num_steps=249)) == f"{few} (5 of 249 steps)"
+    assert acceptance_text(SpeculationStats(**drafted)) == few
