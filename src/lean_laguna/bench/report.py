@@ -231,7 +231,7 @@ def _decode_rows(
 
 def _is_mixed(result: Mapping[str, Any]) -> bool:
     """Whether the drafts had several lengths, and some steps maybe none."""
-    return result["engines"][SPECULATIVE].get("num_speculative_tokens") == "auto"
+    return bool(result["engines"][SPECULATIVE].get("num_speculative_tokens") == "auto")
 
 
 def _acceptance_rows(metrics: Mapping[str, Any], *, is_mixed: bool) -> list[tuple[str, ...]]:
