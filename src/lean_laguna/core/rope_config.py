@@ -26,6 +26,7 @@ _KNOWN = frozenset(
     beta_slow attention_factor mscale mscale_all_dim truncate
     """.split()  # noqa: SIM905
 )
+_YARN_ONLY = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class RopeConfig:
             for name in ("attention_factor", "mscale", "mscale_all_dim"):
                 if getattr(self, name) is not None:
                     written[name] = getattr(self, name)
+            if not self.truncate:
+                written["truncate"] = False
         return written
 
     @classmethod
@@ -101,10 +104,18 @@ class RopeConfig:
         unknown = sorted(set(given) - _KNOWN)
         if unknown:
             raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known: {', '.join(sorted(_KNOWN))}")
+        untyped = [name for name in _YARN_ONLY if given.get(name) is not None]
+        if untyped and "rope_type" not in given and "type" not in given:
+            raise ConfigError(
+                f"{where}: 'rope_type' is missing; with '{untyped[0]}' it must be 'yarn', or "
+                f"'{untyped[0]}' must be left out"
+            )
         partial = _number(given, "partial_rotary_factor", where, 1.0)
         if partial > 1:
             raise ConfigError(f"{where}: 'partial_rotary_factor' must be in (0, 1], found {partial!r}")
         theta = _number(given, "rope_theta", where)
+        if theta <= 1:
+            raise ConfigError(f"{where}: 'rope_theta' must be a number above 1, found {theta!r}")
         if kind == "default":
             return cls(rope_theta=theta, partial_rotary_factor=partial)
         original = given.get("original_max_position_embeddings")
@@ -118,15 +129,21 @@ class RopeConfig:
             for name in ("attention_factor", "mscale", "mscale_all_dim")
             if given.get(name) is not None
         }
+        factor = _number(given, "factor", where)
+        if factor < 1:
+            raise ConfigError(f"{where}: 'factor' must be a number from 1, found {factor!r}")
+        truncate = given.get("truncate")
+        if not isinstance(truncate, bool | None):
+            raise ConfigError(f"{where}: 'truncate' must be true or false, found {truncate!r}")
         return cls(
             rope_theta=theta,
             partial_rotary_factor=partial,
             rope_type="yarn",
-            factor=_number(given, "factor", where),
+            factor=factor,
             original_max_position_embeddings=original,
             beta_fast=_number(given, "beta_fast", where, 32.0),
             beta_slow=_number(given, "beta_slow", where, 1.0),
-            truncate=bool(given.get("truncate", True)),
+            truncate=truncate is not False,
             **optional,
         )
 
@@ -145,11 +162,11 @@ def read_ropes(config: Mapping[str, Any], where: str, has_sliding: bool) -> tupl
     Raises:
         ConfigError: A parameter is missing or wrong.
     """
-    given = config.get("rope_parameters")
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{where}: 'rope_parameters' must be an object, found {given!r}")
-    if given is not None and any(isinstance(value, Mapping) for value in given.values()):
-        full, sliding = _nested(given, where)
+    given = _object(config, "rope_parameters", where)
+    if given is not None and any(
+        name in _NESTED or isinstance(value, Mapping) for name, value in given.items()
+    ):
+        full, sliding = _nested(config, given, where)
     else:
         full, sliding = _flat(config, given, where, has_sliding)
     partial = config.get("partial_rotary_factor")
@@ -164,7 +181,17 @@ def read_ropes(config: Mapping[str, Any], where: str, has_sliding: bool) -> tupl
     return read[0], read[1]
 
 
-def _nested(given: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _object(given: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any] | None:
+    """Return the JSON object under a key, or None where it is absent or null."""
+    found = given.get(name)
+    if not isinstance(found, Mapping | None):
+        raise ConfigError(f"{where}: '{name}' must be an object, found {found!r}")
+    return found
+
+
+def _nested(
+    config: Mapping[str, Any], given: Mapping[str, Any], where: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for name, value in given.items():
         if isinstance(value, Mapping) and name not in _NESTED:
             raise ConfigError(
@@ -175,15 +202,39 @@ def _nested(given: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Ma
     loose = {
         name: value for name, value in given.items() if not isinstance(value, Mapping) and name in _KNOWN
     }
-    full = given.get("full_attention") or given.get("global_attention")
-    sliding = given.get("sliding_attention")
+    inside = f"{where}: rope_parameters"
+    full = _object(given, "full_attention", inside)
+    if full is None:
+        full = _object(given, "global_attention", inside)
+    sliding = _object(given, "sliding_attention", inside)
+    if sliding is None:
+        sliding = _object(config, "swa_rope_parameters", where)
+    else:
+        _require_same(sliding, _object(config, "swa_rope_parameters", where), "swa_rope_parameters", where)
 
     def filled(parameters: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
         if parameters is None:
             return _default(name, where, name in given)
         return {**loose, **parameters} if parameters.get("rope_type") == "yarn" else parameters
 
-    return filled(full, "full_attention"), filled(sliding, "sliding_attention")
+    older, full = _object(config, "rope_scaling", where), filled(full, "full_attention")
+    if older != given:
+        _require_same(full, older, "rope_scaling", where)
+    return full, filled(sliding, "sliding_attention")
+
+
+def _require_same(
+    holds: Mapping[str, Any], other: Mapping[str, Any] | None, other_name: str, where: str
+) -> None:
+    """Refuse a second place that says otherwise: engines differ in which of the two they believe."""
+    for name, value in (other or {}).items():
+        key = "rope_type" if name == "type" else name
+        found = holds.get(key, holds.get("type") if key == "rope_type" else None)
+        if value is not None and value != found:
+            raise ConfigError(
+                f"{where}: '{other_name}' and 'rope_parameters' contradict each other: '{name}' is "
+                f"{value!r} and {found!r}; leave out '{other_name}'"
+            )
 
 
 def _default(name: str, where: str, is_null: bool) -> Mapping[str, Any]:
@@ -201,15 +252,17 @@ def _default(name: str, where: str, is_null: bool) -> Mapping[str, Any]:
 def _flat(
     config: Mapping[str, Any], given: Mapping[str, Any] | None, where: str, has_sliding: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    scaling = config.get("rope_scaling")
+    scaling = _object(config, "rope_scaling", where)
+    sliding = _object(config, "swa_rope_parameters", where)
     if given is None and scaling is None and config.get("rope_theta") is None:
-        is_null, sliding = "rope_parameters" in config, config.get("swa_rope_parameters")
+        is_null = "rope_parameters" in config
         full = _default("full_attention", where, is_null)
         return full, sliding or _default("sliding_attention", where, is_null and has_sliding)
+    if given:
+        _require_same({**(scaling or {}), **given}, scaling, "rope_scaling", where)
     full = {**(scaling or {}), **(given or {})}
     if "rope_theta" not in full and config.get("rope_theta") is None:
         raise ConfigError(f"{where}: 'rope_theta' is missing; give it beside or in rope_parameters")
-    sliding = config.get("swa_rope_parameters")
     if sliding is None:
         if has_sliding:
             warnings.warn(

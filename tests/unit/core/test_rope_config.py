@@ -94,7 +94,9 @@ def test_an_explicit_attention_factor_replaces_the_formula():
     assert SLIDING.attention_scaling == 1.0
 
 
-@pytest.mark.parametrize("given", [YARN, PLAIN, {**YARN, "attention_factor": 1.25}])
+@pytest.mark.parametrize(
+    "given", [YARN, PLAIN, {**YARN, "attention_factor": 1.25}, {**YARN, "truncate": False}]
+)
 def test_what_is_written_reads_back(given):
     rope = RopeConfig.from_dict(given, "x")
     assert RopeConfig.from_dict(rope.to_dict(), "x") == rope
@@ -114,6 +116,13 @@ def test_what_is_written_reads_back(given):
             "'attention_factor' must be a number above 0, found nan",
         ),
         ({**YARN, "betafast": 1.0}, "unknown key 'betafast'"),
+        ({**YARN, "factor": 0.5}, "'factor' must be a number from 1, found 0.5"),
+        ({**YARN, "truncate": "no"}, "'truncate' must be true or false, found 'no'"),
+        ({**YARN, "rope_theta": 1}, "'rope_theta' must be a number above 1, found 1.0"),
+        (
+            {k: v for k, v in YARN.items() if k != "rope_type"},
+            "'rope_type' is missing; with 'factor' it must be 'yarn'",
+        ),
     ],
 )
 def test_wrong_parameters_are_named(given, message):
@@ -127,6 +136,9 @@ def test_wrong_parameters_are_named(given, message):
         ({"rope_parameters": 3}, "'rope_parameters' must be an object, found 3"),
         ({"rope_parameters": {"local_attention": PLAIN}}, "unknown layer type 'local_attention'"),
         ({"rope_scaling": {"type": "yarn"}}, "'rope_theta' is missing"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' must be an object, found 'yarn'"),
+        ({"rope_theta": 1e4, "swa_rope_parameters": [1]}, "'swa_rope_parameters' must be an object"),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention: 'rope_theta' is missing"),
     ],
 )
 def test_wrong_shapes_of_the_whole_are_named(config, message):
@@ -139,3 +151,41 @@ def test_a_number_beyond_any_float_is_named(field):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
     with pytest.raises(ConfigError, match=f"'{field}'"):
         RopeConfig.from_dict(yarn | {field: 10**400}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["full_attention", "global_attention", "sliding_attention"])
+@pytest.mark.parametrize("found", [False, 0, "", [], "yarn", 3, [YARN]])
+def test_a_layer_type_that_is_no_object_is_named(name, found):
+    given = {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN} | {name: found}}
+    if name == "global_attention":
+        del given["rope_parameters"]["full_attention"]
+    with pytest.raises(ConfigError, match=f"c.json: rope_parameters: '{name}' must be an object, found"):
+        read_ropes(given, "c.json", True)
+
+
+NESTED = SPELLINGS["nested"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (NESTED | {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "'factor' is 8.0 and 32.0"),
+        (NESTED | {"swa_rope_parameters": {"rope_theta": 5e5}}, "'rope_theta' is 500000.0 and 10000.0"),
+        ({"rope_parameters": YARN, "rope_scaling": {"rope_type": "default"}}, "is 'default' and 'yarn'"),
+    ],
+)
+def test_two_places_that_contradict_each_other_are_named(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_ropes(config, "c.json", True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NESTED | {"rope_scaling": NESTED["rope_parameters"]},
+        NESTED | {"rope_scaling": {"type": "yarn", "factor": 32.0}, "swa_rope_parameters": PLAIN},
+        {"rope_parameters": {"full_attention": YARN}, "swa_rope_parameters": PLAIN},
+    ],
+)
+def test_two_places_that_agree_are_one(config):
+    assert read_ropes(config, "c.json", True) == (FULL, SLIDING)
