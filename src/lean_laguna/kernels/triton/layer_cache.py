@@ -32,7 +32,10 @@ class LayerCache(NamedTuple):
 
 @triton.jit
 def to_cache(x, scale, KIND: tl.constexpr):
-    """Return numbers as a cache of a type keeps them: as they are, or codes of them over the scale."""
+    """Return numbers as a cache of a type keeps them: as they are, or codes of them over the scale.
+
+    A negative number that rounds to zero becomes +0, where a cast keeps its sign.
+    """
     if KIND.is_fp8e4nv():
         scaled = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
         x = tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
