@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import zlib
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Before anything imports Triton, which reads it once: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
@@ -23,8 +27,25 @@ from lean_laguna.models.laguna import LagunaForCausalLM
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same examples in each run, however slow the machine, and a failure prints how to see it again.
+# `--hypothesis-profile=fresh` draws others.
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False)
+settings.load_profile("fixed")
+
 # One thread: the shapes here are too small to share, and two runs on two cores must not wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests draw other numbers: ``--seed 1``."""
+    parser.addoption("--seed", type=int, default=0, help="of the random numbers that tests draw (0)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,6 +83,20 @@ def tiny_target(tiny_config: LagunaConfig) -> LagunaForCausalLM:
 
 
 @pytest.fixture
-def generator() -> torch.Generator:
+def own_seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own, the same in each run with the same ``--seed``, alone or beside others."""
+    return zlib.crc32(f"{request.config.getoption('seed')} {request.node.nodeid}".encode())
+
+
+@pytest.fixture(autouse=True)
+def _seeded(own_seed: int) -> None:
+    """What is drawn without a generator is the same in each run too."""
+    random.seed(own_seed)
+    np.random.seed(own_seed)
+    torch.manual_seed(own_seed)
+
+
+@pytest.fixture
+def generator(own_seed: int) -> torch.Generator:
     """Fresh random numbers, the same in each run."""
-    return torch.Generator().manual_seed(0)
+    return torch.Generator().manual_seed(own_seed)

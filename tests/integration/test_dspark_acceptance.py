@@ -27,9 +27,9 @@ def folder(tmp_path_factory):
     target = load_laguna(resolve_model("nano"))
     base = load_drafter(resolve_model("nano-dflash"), target.config)
     drafter = DSparkDrafter(dataclasses.replace(base.config, dspark=DSparkHeads(16)))
-    drafter.init_weights()
-    heads = {name: value for name, value in drafter.state_dict().items() if name not in base.state_dict()}
     generator = torch.Generator().manual_seed(0)
+    drafter.init_weights(generator=generator)
+    heads = {name: value for name, value in drafter.state_dict().items() if name not in base.state_dict()}
     for name in ("markov_w2", "confidence_weight"):
         torch.nn.init.normal_(heads[name], std=1.5, generator=generator)
     drafter.load_state_dict(base.state_dict() | heads)

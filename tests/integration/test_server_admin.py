@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.engines import assert_nothing_held
-from support.servers import RunningServer, nano, running, tiny
+from support.servers import RunningServer, nano, running, tiny, wait_until
 
 BODY = {"prompt": "def fib(n):", "temperature": 0, "max_tokens": 24}
 
@@ -26,16 +26,17 @@ def test_pause_keeps_requests_and_new_weights_take_over_between_them() -> None:
         before = up.ok("/v1/completions", **BODY)["choices"]
         assert up.ok("/pause")["is_paused"] is True
         thread, found = later(up.ok, **BODY)
+        wait_until(lambda: up.service.engine.num_live_seqs == 1)
         thread.join(0.3)
         assert not found
         assert up.post("/update_weights", checkpoint="nano").status_code == 400  # a request is kept
         assert up.ok("/resume")["is_paused"] is False
-        thread.join(30)
+        thread.join()
         assert found[0]["choices"] == before
         assert up.client.get("/version").json()["weights_version"] == "1"
         thread, found = later(up.ok, **{**BODY, "max_tokens": 60, "ignore_eos": True})
         assert up.ok("/update_weights", checkpoint="nano", drafter="nano-dflash")["weights_version"] == "2"
-        thread.join(30)
+        thread.join()
         assert found[0]["usage"]["completion_tokens"] == 60
         assert up.ok("/v1/completions", **BODY)["choices"] == before
         refused = up.post("/update_weights", checkpoint="no-such-model")
@@ -45,7 +46,7 @@ def test_pause_keeps_requests_and_new_weights_take_over_between_them() -> None:
         while up.service.engine.num_live_seqs == 0:
             pass
         assert up.ok("/pause", mode="abort")["is_paused"] is True
-        thread.join(30)
+        thread.join()
         assert found[0].status_code == 503
         assert up.ok("/resume")
         assert up.ok("/v1/completions", **BODY, model="nano")["choices"] == before

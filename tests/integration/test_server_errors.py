@@ -212,7 +212,7 @@ def test_a_chat_that_is_too_long_says_so_in_each_api(server: RunningServer) -> N
 
 def test_a_prompt_that_no_counting_could_make_fit_costs_nothing(server: RunningServer) -> None:
     text, many = "word " * 2_000_000, ["word " * 3000] * 2000
-    started = time.monotonic()
+    started = time.process_time()
     for path, body, field in (
         (COMPLETIONS, {"prompt": text}, "prompt"),
         (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
@@ -225,7 +225,7 @@ def test_a_prompt_that_no_counting_could_make_fit_costs_nothing(server: RunningS
             assert re.search(
                 r"requested \d+ tokens or more \(\d+ or more in", told.json()["error"]["message"]
             )
-    assert time.monotonic() - started < 10  # encoding them takes minutes
+    assert time.process_time() - started < 10  # encoding them takes minutes
 
 
 def test_the_end_of_a_prompt_is_kept_where_asked(server: RunningServer) -> None:

@@ -6,14 +6,13 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from support.servers import RunningServer, events_of, nano, running, tiny
+from support.servers import RunningServer, events_of, nano, running, tiny, wait_until
 
 LONG = {"prompt": "def fib(n):", "ignore_eos": True, "temperature": 0}
 
@@ -22,13 +21,6 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
-
-
-def wait_until(condition: Any, seconds: float = 30) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come about in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +140,8 @@ def at_most_two_steps_after_the_engine_is_told(own: RunningServer) -> Iterator[N
     abort = engine.abort
 
     def noting(stream: Any) -> None:
-        told.append(num_steps(own))
         abort(stream)
+        told.append(num_steps(own))
 
     engine.abort = noting  # type: ignore[method-assign]
     try:
@@ -249,6 +241,7 @@ def test_more_than_may_wait_is_told_to_come_back() -> None:
             )
             for _ in range(2)
         ]
+        small.service.engine.set_paused(True)  # so that neither ends before the third comes
         for stream in streams:
             stream.start()
         wait_until(lambda: small.service.engine.num_live_seqs == 2)
@@ -256,6 +249,7 @@ def test_more_than_may_wait_is_told_to_come_back() -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert refused.headers["retry-after"]
+        small.service.engine.set_paused(False)
         for stream in streams:
             stream.join()
         assert small.ok("/v1/completions", prompt="x", max_tokens=1)

@@ -129,14 +129,14 @@ GIVEN = given(
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=CHECKS)
+@settings(max_examples=40, suppress_health_check=CHECKS)
 @GIVEN
 def test_any_combination_is_lossless(**case):
     check(**case)
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=1500, suppress_health_check=CHECKS)
 @GIVEN
 def test_many_combinations_are_lossless(**case):
     check(**case)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,14 @@ from lean_laguna.server.run import Server, make_server
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
 from support.engines import dflash, make_engine
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Look every 10 ms until it is so."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come about in time"
+        time.sleep(0.01)
 
 
 class RunningServer:

@@ -125,10 +125,10 @@ def test_pushing_takes_time_in_proportion_to_the_new_ids():
     detokenizer = IncrementalDetokenizer(TOKENIZER)
 
     def seconds(part):
-        start = time.perf_counter()
+        start = time.process_time()
         for i in part:
             detokenizer.push([i])
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     tenth = len(ids) // 10
     first = min(seconds(ids[:tenth]) for _ in range(3))

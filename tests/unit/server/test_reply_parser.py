@@ -253,7 +253,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(
     fragments=st.lists(FRAGMENTS, max_size=24),
     cuts=st.lists(st.integers(0, 200), max_size=8),
@@ -289,7 +289,7 @@ REPLIES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("layout", SOURCES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(reply=REPLIES)
 def test_what_a_template_writes_is_read_back(layout, reply):
     """So that a client which sends a reply back gets the very same prompt, and its cached prefix."""

@@ -31,7 +31,7 @@ options = st.fixed_dictionaries(
 bad_words = st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=3), max_size=4)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.data(), options, tokens, tokens, tokens, bad_words)
 def test_every_row_gets_the_options_with_its_own_prefix(data, params, prompt, output, drafts, bad):
     params = SamplingParams(max_tokens=None, **params)
@@ -65,7 +65,7 @@ def test_the_strongest_repetition_penalty_leaves_numbers(penalty):
     assert scores[0].argmax() == (1 if penalty < 1 else V - 1)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     rows_of_logits,
     st.sampled_from([0.3, 0.8, 1.0, 2.5]),
