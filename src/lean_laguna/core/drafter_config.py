@@ -17,7 +17,7 @@ from lean_laguna.core.drafter_keys import check_names, check_values
 from lean_laguna.core.dspark_config import DSparkHeads, names_dspark, read_heads, read_layout
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.files import parse_json
-from lean_laguna.core.json_fields import Fields
+from lean_laguna.core.json_fields import Fields, architectures
 
 if TYPE_CHECKING:
     from lean_laguna.core.model_config import Gating, LagunaConfig
@@ -213,7 +213,7 @@ class DFlashConfig:
 
 def is_drafter_config(given: Mapping[str, Any]) -> bool:
     """Return True for the config.json of any drafter, served beside a target and never on its own."""
-    names = " ".join(str(name) for name in given.get("architectures") or ())
+    names = " ".join(architectures(given))
     keys = ("dflash_config", "dspark_config", "speculators_model_type")
     marked = any(given.get(key) is not None for key in keys)
     return marked or any(word in names for word in ("DFlash", "DSpark", "Eagle", "Speculator"))
@@ -224,8 +224,11 @@ def detect_format(given: Mapping[str, Any], where: str) -> DrafterFormat:
 
     Raises:
         CheckpointError: It describes a target, or a drafter of another kind.
+        ConfigError: Its architectures are no list.
     """
-    names = [str(name) for name in given.get("architectures") or ()]
+    if not isinstance(given.get("architectures"), list | None):
+        raise Fields(given, where).wrong("architectures", "a list of names")
+    names = architectures(given)
     kind = given.get("speculators_model_type")
     if kind is not None:
         if kind not in ("dflash", "dspark"):

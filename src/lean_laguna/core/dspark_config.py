@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.json_fields import Fields, is_finite_number
+from lean_laguna.core.json_fields import Fields, architectures, is_finite_number
 
 DEFAULT_MARKOV_RANK = 256
 
@@ -57,8 +57,7 @@ def names_dspark(given: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a DSpark drafter."""
     if given.get("speculators_model_type") is not None:
         return bool(given["speculators_model_type"] == "dspark")
-    names = " ".join(str(name) for name in given.get("architectures") or ())
-    return "DSpark" in names or given.get("dspark_config") is not None
+    return "DSpark" in " ".join(architectures(given)) or given.get("dspark_config") is not None
 
 
 def read_layout(config: Fields, *, default: bool, is_dspark: bool) -> bool:

@@ -39,6 +39,12 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
+def architectures(given: Mapping[str, Any]) -> list[str]:
+    """Return the classes that a config.json names; none where it holds no list of them."""
+    found = given.get("architectures")
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
 class Fields:
     """Reads values from one JSON object; an error names object and key, what was found and what is right."""
 

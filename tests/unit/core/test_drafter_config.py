@@ -113,6 +113,13 @@ def test_other_kinds_of_drafters_are_refused(config, found):
         read(config)
 
 
+@pytest.mark.parametrize("found", [True, 3, 0.5, "DFlashLagunaForCausalLM", {"DFlash": 1}])
+@pytest.mark.parametrize("make", [laguna_json, zlab_json, speculators_json])
+def test_architectures_that_are_no_list_are_named(make, found):
+    with pytest.raises(ConfigError, match="'architectures' must be a list of names, found"):
+        read(make(architectures=found))
+
+
 def test_missing_sliding_windows_are_derived():
     assert "sliding_windows" not in laguna_json()
     assert read(laguna_json()).layer_windows == (8, 8)
