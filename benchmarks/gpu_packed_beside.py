@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_beside_vllm import DRAFTS, RATES, Generate, Side, laguna_xs, quantization, spread_weights
+import vllm_side
+from gpu_beside_vllm import DRAFTS, RATES, Generate, Side, our_way
 
 NOT_QUANTISED = {
     "nvfp4": ("re:.*self_attn.*", "re:.*layers[.]0[.]mlp[.].*"),
@@ -31,7 +30,6 @@ NOT_QUANTISED = {
 def ours(build: str, num_drafts: int) -> tuple[Generate, dict[str, Any]]:
     """Return how to generate with our engine, and what ran."""
     from lean_laguna.core.provenance import describe_run
-    from lean_laguna.core.types import SamplingParams
     from lean_laguna.engine.llm import LLM
 
     drafts = {
@@ -51,60 +49,27 @@ def ours(build: str, num_drafts: int) -> tuple[Generate, dict[str, Any]]:
         speculative_config=drafts if num_drafts else None,
     )
 
-    def generate(prompts: Sequence[list[int]], new: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-        start = time.perf_counter()
-        llm.generate(list(prompts), params, num_speculative_tokens=num_drafts)
-        return time.perf_counter() - start
-
-    return generate, describe_run(None) | {"kernels": llm.engine.kernels}
+    about = describe_run(None) | {"kernels": llm.engine.kernels}
+    return our_way(llm, num_drafts), about
 
 
 def vllm(build: str, num_drafts: int) -> tuple[Generate, dict[str, Any]]:
     """Return how to generate with vLLM, with CUDA graphs, and what ran."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that the loader is ours to change
-    import vllm as package
-    from vllm import LLM, SamplingParams
-
-    target, drafter = laguna_xs()
+    quantised = None
     if build != "bf16":
-        found = quantization("nvfp4" if build.startswith("nvfp4") else "fp8")
         ignored = ["lm_head", "re:.*mlp[.]gate$", *NOT_QUANTISED[build]]
-        target["quantization_config"] = found | {"ignore": ignored}
-    folders = [Path(tempfile.gettempdir()) / f"laguna-xs-{name}" for name in (build, "dflash")]
-    for folder, config in zip(folders, (target, drafter), strict=True):
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
-    spread_weights()
-    options: dict[str, Any] = {
-        "model": str(folders[0]),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": 4096,
-        "max_num_seqs": 1,
-        "gpu_memory_utilization": 0.6,
-        "enable_prefix_caching": False,
-        "compilation_config": {"cudagraph_capture_sizes": [1 + num_drafts]},
-    }
-    if num_drafts:
-        options["speculative_config"] = {
-            "model": str(folders[1]),
-            "method": "dflash",
-            "num_speculative_tokens": num_drafts,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(RATES[:num_drafts]),
-            "draft_load_config": {"load_format": "dummy"},
-        }
-    llm = LLM(**options)
-
-    def generate(prompts: Sequence[list[int]], new: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.perf_counter() - start
-
-    return generate, {"vllm": package.__version__}
+        quantised = vllm_side.quantization("nvfp4" if build.startswith("nvfp4") else "fp8")
+        quantised |= {"ignore": ignored}
+    _, generate, version = vllm_side.start(
+        build,
+        quantised,
+        num_drafts,
+        max_model_len=4096,
+        max_num_seqs=1,
+        gpu_memory_utilization=0.6,
+        compilation_config={"cudagraph_capture_sizes": [1 + num_drafts]},
+    )
+    return generate, {"vllm": version}
 
 
 def main() -> None:
