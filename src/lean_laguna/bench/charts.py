@@ -138,7 +138,7 @@ def _frame(title: str, scale: _Scale, y_label: str, parts: Sequence[str]) -> str
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(title, quote=True)}" font-family="system-ui, sans-serif">'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>'
-        f'<text x="{LEFT}" y="24" font-size="15" font-weight="600" fill="{INK}">{escape(title)}</text>'
+        f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="{INK}">{escape(title)}</text>'
         f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle" font-size="12" '
         f'fill="{INK}">{escape(y_label)}</text>{body}</svg>'
     )

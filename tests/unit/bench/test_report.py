@@ -136,6 +136,9 @@ def test_the_page_is_static_escaped_and_complete(ab, sweep, parity):
     assert page.count("<svg") == 2
     assert "<th>without drafter</th><th>with drafter</th>" in page
     assert "<th>baseline" not in page
+    assert "over the repeats" in page
+    ab["speedup"]["values"] = ab["speedup"]["values"][:1]
+    assert "over the repeats" not in to_html(ab)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 99}'])
