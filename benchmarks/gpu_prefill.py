@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from random_model import TINY, XS, Maker
 from torch import Tensor
 
+from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import driver
 from lean_laguna.kernels.cuda.prompt_attention import attend_block, has_warpgroups
 from lean_laguna.kernels.triton.launch import cdiv
@@ -103,7 +104,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.begin, self.budget_s, self.tiny = time.monotonic(), args.budget, args.tiny
-        self.found: dict[str, Any] = {"errors": {}}
+        self.found: dict[str, Any] = {"errors": {}, **describe_run(None)}
         self.device, self.dtype = ("cpu", torch.float32) if args.tiny else ("cuda", torch.bfloat16)
         self.shape = TINY if args.tiny else XS
         self.chunks = (16, 32) if args.tiny else tuple(map(int, args.chunks.split(",")))

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from random_model import TINY, XS, Maker
 
+from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.triton import step as step_module
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.attention import attend
@@ -58,7 +59,7 @@ class Bench:
         self.chosen_programs = 528
         self.budget_s: float = args.budget
         self.tiny: bool = args.tiny
-        self.found: dict[str, Any] = {"errors": {}}
+        self.found: dict[str, Any] = {"errors": {}, **describe_run(None)}
         self.shape = TINY if args.tiny else XS
         self.device = "cpu" if args.tiny else "cuda"
         self.dtype = torch.float32 if args.tiny else torch.bfloat16

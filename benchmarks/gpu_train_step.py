@@ -15,12 +15,14 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.dspark_config import DSparkHeads
+from lean_laguna.core.provenance import describe_run
 from lean_laguna.models.drafter_checkpoint import make_drafter
 from lean_laguna.models.shapes import drafter_shape
 from lean_laguna.train.blocks import make_blocks, sample_anchors
@@ -167,12 +169,12 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("FAMILY", "ATTENTION"))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--small", action="store_true", help="a smoke test for a CPU")
-    parser.add_argument("--only", nargs="*", help="cases such as dspark/flex")
+    parser.add_argument("--only", nargs="+", choices=["/".join(case) for case in CASES])
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(make_case(*args.one, args.small), args.repeats)), flush=True)
         return
-    results = []
+    found: dict[str, Any] = describe_run(None) | {"errors": {}, "cases": []}
     for family, attention in CASES:
         if args.only and f"{family}/{attention}" not in args.only:
             continue
@@ -182,13 +184,14 @@ def main() -> None:
         argv += ["--small"] * args.small
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode:
-            results.append({"family": family, "attention": attention, "error": done.stderr[-2000:]})
+            found["errors"][f"{family}/{attention}"] = done.stderr[-2000:]
+            print(done.stderr[-2000:], flush=True)
         else:
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-        print(json.dumps(results[-1]), flush=True)
+            found["cases"].append(json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(found["cases"][-1]), flush=True)
         if args.out is not None:  # after each: a limit that strikes leaves those before
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "train_step.json").write_text(json.dumps(results, indent=1) + "\n")
+            (args.out / "train_step.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

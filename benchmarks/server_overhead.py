@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import IO, Any
 import httpx
 import torch
 
+from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 from lean_laguna.server.listener import bind
@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    report: dict[str, Any] = {"pairs": args.pairs, "max_tokens": args.max_tokens, "cores": os.cpu_count()}
+    report: dict[str, Any] = describe_run(None) | {"pairs": args.pairs, "max_tokens": args.max_tokens}
     pairs = Pairs(args.max_tokens)
     try:
         for length in args.draft_lengths:

@@ -26,6 +26,8 @@ from typing import Any
 import httpx
 from server_overhead import serving
 
+from lean_laguna.core.provenance import describe_run
+
 STUCK_S = 300.0
 PROMPTS = ("def fib(n):", "class Queue:\n    ", "import os\n\n\n", "for i in range(", "x = {", "    return [")
 
@@ -54,7 +56,7 @@ def main() -> int:
     with serving("--seed", "0", "--max-queued-seqs", str(2 * args.streams)) as (process, client):
         url = str(client.base_url)
         report = asyncio.run(soak(url, process.pid, args.minutes, args.streams, args.seed))
-    text = json.dumps(report)
+    text = json.dumps(describe_run(None) | report)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")
     print(text)
