@@ -32,6 +32,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             cannot be; names file and tensor.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file}: not a file but a folder, a pipe or a device")
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -1,6 +1,7 @@
 """Headers without the values, held against the safetensors package."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -97,3 +98,12 @@ def test_empty_tensors_and_scalars_fit(tmp_path):
         {"a": torch.zeros(0, 3), "b": torch.tensor(2.0), "c": torch.ones(2)}, tmp_path / "a.safetensors"
     )
     assert read_header(tmp_path / "a.safetensors").keys() == {"a", "b", "c"}
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    (tmp_path / "folder.safetensors").mkdir()
+    os.mkfifo(tmp_path / "pipe.safetensors")  # opening it would wait for a writer
+    (tmp_path / "device.safetensors").symlink_to("/dev/zero")  # reading it would never end
+    for kind in ("folder", "pipe", "device"):
+        with pytest.raises(CheckpointError, match=rf"{kind}\.safetensors: not a file but a folder, a pipe or"):
+            read_header(tmp_path / f"{kind}.safetensors")
