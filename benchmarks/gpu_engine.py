@@ -82,7 +82,6 @@ class Bench:
 
     def write(self) -> None:
         self.args.out.mkdir(parents=True, exist_ok=True)
-        self.args.out.mkdir(parents=True, exist_ok=True)
         (self.args.out / "gpu_engine.json").write_text(json.dumps(self.found, indent=1, default=str))
 
     # --- exactness on real weights

@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", default="bf16")
     parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--lengths", default="1,16,64,256,1024,2048,8192")
+    parser.add_argument("--lengths", help="with commas (1,16,64,256,1024,2048,8192)")
     parser.add_argument("--profile", default="")
     parser.add_argument("--drafts", action="store_true", help="with a drafter, whose context is written too")
     parser.add_argument("--out", type=Path, required=True)
@@ -163,7 +163,8 @@ def main() -> None:
     bench = Bench(args)
     found = describe_run() | {"build": args.build, "synthetic": True, "kernels": bench.engine.kernels}
     found["load_s"] = round(time.monotonic() - start, 1)
-    lengths = [int(length) for length in args.lengths.split(",")]
+    usual = "1,16,40" if args.tiny else "1,16,64,256,1024,2048,8192"
+    lengths = [int(length) for length in (args.lengths or usual).split(",")]
     found["ttft_ms"] = bench.times(lengths)
     with bench.one_by_one():
         found["ttft_ms, one by one"] = bench.times([n for n in lengths if n <= 2048])
