@@ -1,0 +1,277 @@
+"""Builds the kernels of an engine for every NVIDIA architecture, without a GPU: do they compile, do they fit?
+
+    PYTHONPATH=src python benchmarks/gpu_builds.py --out FILE [--architectures 86,120] [--shapes laguna-xs]
+
+For each architecture an engine is made for a card of its kind that is not there (``stand_in_card``), and what
+it would launch is built as it would be at start: CUDA C++ by NVRTC, where it is installed, and Triton by
+Triton. Shared memory, registers and stack come from the machine code and are held against what a program may
+have there. Nothing runs: a kernel that builds and fits may still be wrong or slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "lean-laguna-builds"))
+
+import triton
+from stand_in_card import CARDS, Card, CudaLaunch, Launched, launches_of
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lean_laguna.core.errors import LeanLagunaError
+from lean_laguna.core.provenance import describe_run
+from lean_laguna.kernels.cuda.compiler import CompilationError, compiled, nvrtc
+
+SHAPES = ("laguna-xs", "laguna-s")
+FAMILIES = (80, 86, 90, 100, 120)
+"""One architecture of each family: the others differ in little, and are built for fewer engines."""
+BASIC: tuple[dict[str, Any], ...] = ({"drafter": "dummy"}, {"scheme": "nvfp4"}, {"kv_cache_dtype": "fp8"})
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"drafter": "dummy-dspark"},
+    {"scheme": "fp8"},
+    {"scheme": "int8"},
+    {"scheme": "int4"},
+    {"scheme": "nvfp4-all"},
+)
+ON_TRITON: tuple[dict[str, Any], ...] = (
+    {"kernels": "triton", "drafter": "dummy"},
+    {"kernels": "triton", "scheme": "nvfp4"},
+)
+"""The same where CUDA C++ is not wanted, or there is no compiler for it."""
+ALL: dict[str, Any] = {"drafter": None, "scheme": "bf16", "kv_cache_dtype": "auto", "kernels": "auto"}
+REGISTERS = 65536
+"""Of a multiprocessor."""
+TENSOR_MEMORY = 512
+"""Columns of a Blackwell multiprocessor's tensor memory."""
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel for one architecture.
+
+    Attributes:
+        name: Of the kernel.
+        error: Why it does not build or would not launch, or "".
+        shared_bytes: Shared memory it asks for.
+        registers: Of a thread.
+        stack_bytes: Of a thread: what did not fit its registers.
+        threads: Of a program.
+    """
+
+    name: str
+    error: str = ""
+    shared_bytes: int = 0
+    registers: int = 0
+    stack_bytes: int = 0
+    threads: int = 0
+
+
+def build(launch: Launched, card: Card) -> Built:
+    """Build a kernel and say what it asks for."""
+    try:
+        if isinstance(launch, CudaLaunch):
+            code = compiled(launch.source, f"sm_{card.architecture}")
+            registers, stack, own = usage(code)
+            found = Built(launch.name, "", launch.shared_bytes + own, registers, stack, launch.threads)
+        else:
+            target = GPUTarget("cuda", card.architecture, 32)
+            source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+            kernel = triton.compile(source, target=target, options=launch.options.__dict__)
+            registers, stack, _ = usage(kernel.asm["cubin"])
+            threads = 32 * kernel.metadata.num_warps
+            found = Built(launch.name, "", kernel.metadata.shared, registers, stack, threads)
+            columns = getattr(kernel.metadata, "tmem_size", None) or 0
+            if columns > TENSOR_MEMORY:
+                return failed(found, f"{columns} columns of tensor memory, there are {TENSOR_MEMORY}")
+    except Exception as error:  # a compiler's, of whatever kind: it is what the table is about
+        return Built(launch.name, " ".join(_cause(error).split())[-400:])
+    if found.shared_bytes > card.shared_bytes:
+        return failed(found, f"{found.shared_bytes} bytes of shared memory, there are {card.shared_bytes}")
+    if found.registers * found.threads > REGISTERS:
+        return failed(found, f"{found.registers} registers in {found.threads} threads, there are {REGISTERS}")
+    return found
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def failed(found: Built, error: str) -> Built:
+    """Return what was built with why it would not launch."""
+    return Built(**asdict(found) | {"error": error})
+
+
+def usage(code: bytes) -> tuple[int, int, int]:
+    """Return registers and bytes of stack of a thread, and bytes of shared memory that code sets aside."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = _USAGE.findall(text)
+    registers, stack, shared, _ = (max(int(own[i]) for own in found) for i in range(4))
+    return registers, stack, shared
+
+
+def models(card: Card, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Return the engines to be made for a card: all of them for one card of a family."""
+    is_first = card.architecture in FAMILIES
+    for shape in shapes:
+        for own in (*BASIC, *(OTHERS if is_first else ()), *(ON_TRITON if card.capability >= (9, 0) else ())):
+            if shape == shapes[0] or is_first:
+                yield ALL | {"shape": shape} | own
+
+
+def note(card: Card, shapes: Sequence[str]) -> tuple[list[Launched], list[dict[str, Any]]]:
+    """Return the different launches of all engines on a card, and what each engine says of itself."""
+    launches: dict[tuple[str, ...], Launched] = {}
+    engines = []
+    for model in models(card, shapes):
+        try:
+            noted = launches_of(card, **model)
+        except LeanLagunaError as error:
+            engines.append(model | {"refused": str(error)})
+            continue
+        launches |= noted.launches
+        told = {"runs_on": noted.kernels, "most_rows": noted.most_rows, "num_kernels": len(noted.launches)}
+        engines.append(model | told)
+    return list(launches.values()), engines
+
+
+_launches: list[Launched] = []
+"""Of the processes that build, which are forked."""
+
+
+def _build(architecture: int, until: float, index: int) -> Built | None:
+    return build(_launches[index], CARDS[architecture]) if time.time() < until else None
+
+
+def build_for(
+    architecture: int, shapes: Sequence[str], only: str, workers: int, until: float
+) -> tuple[list[dict[str, Any]], list[Built | None]]:
+    """Build for one architecture; return what its engines are, and its kernels.
+
+    Args:
+        architecture: 90 for sm_90.
+        shapes: Of targets.
+        only: What a kernel's name contains.
+        workers: Processes.
+        until: Time after which no kernel is begun.
+    """
+    launches, engines = note(CARDS[architecture], shapes)
+    has_compiler = has_nvrtc()
+    _launches[:] = [
+        launch
+        for launch in launches
+        if only in launch.name and (has_compiler or not isinstance(launch, CudaLaunch))
+    ]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        built = pool.map(partial(_build, architecture, until), range(len(_launches)))
+        return engines, list(built)
+
+
+def summary(card: Card, built: Sequence[Built | None], engines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an architecture's part of the result."""
+    kernels: dict[str, dict[str, int]] = {}
+    for own in filter(None, built):
+        row = kernels.setdefault(own.name, {"built": 0, "failed": 0})
+        row["failed" if own.error else "built"] += 1
+        for name in ("shared_bytes", "registers", "stack_bytes"):
+            row[f"most_{name}"] = max(row.get(f"most_{name}", 0), getattr(own, name))
+    failures = sorted({f"{own.name}: {own.error}" for own in filter(None, built) if own.error})
+    return {
+        "card": card.name,
+        "shared_bytes_a_program": card.shared_bytes,
+        "built": sum(own is not None and not own.error for own in built),
+        "failed": sum(own is not None and bool(own.error) for own in built),
+        "left_out": sum(own is None for own in built),
+        "with_stack": sum(own is not None and own.stack_bytes > 0 for own in built),
+        "most_shared_bytes": max((own.shared_bytes for own in filter(None, built)), default=0),
+        "failures": failures,
+        "engines": engines,
+        "kernels": dict(sorted(kernels.items())),
+    }
+
+
+def line(architecture: int, found: dict[str, Any]) -> str:
+    """Return an architecture's line of the table."""
+    return (
+        f"sm_{architecture:<4} {found['card']:24} {found['built']:5} built {found['failed']:3} failed "
+        f"{found['left_out']:3} left out {found['with_stack']:3} with a stack  "
+        f"{found['most_shared_bytes'] // 1024:3} of {found['shared_bytes_a_program'] // 1024} KiB shared"
+    )
+
+
+def has_nvrtc() -> bool:
+    """Say whether CUDA C++ can be compiled here."""
+    try:
+        nvrtc()
+    except CompilationError:
+        return False
+    return True
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--json", action="store_true", help="print the result as one line, last")
+    parser.add_argument("--architectures", default=",".join(map(str, CARDS)), help="such as 86,120")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that build")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; then no more are begun")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; 1 where something does not build."""
+    args = parse(argv)
+    until = time.time() + args.budget
+    architectures = [int(name) for name in args.architectures.split(",")]
+    side_by_side = min(args.workers, len(architectures))
+    options = args.shapes.split(","), args.only, -(-args.workers // side_by_side), until
+    with ProcessPoolExecutor(side_by_side, multiprocessing.get_context("fork")) as pool:
+        done = pool.map(build_for, architectures, *([option] * len(architectures) for option in options))
+        rows = {
+            f"sm_{own}": summary(CARDS[own], built, engines)
+            for own, (engines, built) in zip(architectures, done, strict=True)
+        }
+    note = "built only, nothing was run" + ("" if has_nvrtc() else "; no NVRTC here: Triton's alone")
+    found = {"run": describe_run(argv), "note": note, "architectures": rows}
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for own in architectures:
+        print(line(own, rows[f"sm_{own}"]))
+        for failure in rows[f"sm_{own}"]["failures"]:
+            print(f"    {failure[:300]}")
+    if args.json:
+        print(json.dumps(found))
+    return int(any(row["failed"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
