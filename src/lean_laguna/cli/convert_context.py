@@ -30,7 +30,7 @@ def build_parser() -> Parser:
     parser = Parser("lean-laguna convert context", HELP)
     parser.add_argument("source", nargs="?")
     parser.add_argument("destination", nargs="?", type=Path)
-    parser.add_argument("--to", type=one_of("1m", "256k"))  # type: ignore[arg-type]
+    parser.add_argument("--to", type=one_of("1m", "256k"))
     parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser

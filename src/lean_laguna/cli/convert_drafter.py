@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     parser = Parser("lean-laguna convert drafter", HELP)
     parser.add_argument("source", nargs="?")
     parser.add_argument("destination", nargs="?", type=Path)
-    parser.add_argument("--format", type=one_of(*FORMATS))  # type: ignore[arg-type]
+    parser.add_argument("--format", type=one_of(*FORMATS))
     parser.add_argument("--target")
     parser.add_argument("--json", action="store_true")
     return parser

@@ -54,16 +54,16 @@ def build_parser() -> Parser:
     parser.add_argument("--scheme")
     parser.add_argument("--modules")
     parser.add_argument("--rule", action="append", default=[])
-    parser.add_argument("--group-size", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--group-size", type=whole(1))
     parser.add_argument("--like")
     parser.add_argument("--like-source")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--max-text-tokens", type=whole(2), default=4096)  # type: ignore[arg-type]
+    parser.add_argument("--max-text-tokens", type=whole(2), default=4096)
     parser.add_argument("--target")
     parser.add_argument("--prompts", default="mixed")
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--workers", type=whole(1, _MAX_WORKERS))  # type: ignore[arg-type]
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--workers", type=whole(1, _MAX_WORKERS))
     parser.add_argument("--json", action="store_true")
     return parser
 

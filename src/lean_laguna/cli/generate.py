@@ -66,7 +66,7 @@ def build_parser() -> Parser:
     parser.add_argument("-n", "--n", type=int)
     parser.add_argument("--draft-profile", type=Path)
     parser.add_argument("--show-drafts", action="store_true")
-    parser.add_argument("--color", type=one_of("auto", "always", "never"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--color", type=one_of("auto", "always", "never"), default="auto")
     parser.add_argument("--json", action="store_true")
     add_model_options(parser)
     add_remote_options(parser, is_pair=False)

@@ -47,9 +47,9 @@ def build_parser() -> Parser:
     for name in ("--shape", "--scheme", "--drafter", "--card", "--bandwidth"):
         parser.add_argument(name)
     parser.add_argument("--acceptance", type=_rates)
-    parser.add_argument("--context", type=whole(0), default=2048)  # type: ignore[arg-type]
-    parser.add_argument("--kv-dtype", type=one_of(*KV_BYTES), default="bfloat16")  # type: ignore[arg-type]
-    parser.add_argument("--rows", type=whole_list(1))  # type: ignore[arg-type]
+    parser.add_argument("--context", type=whole(0), default=2048)
+    parser.add_argument("--kv-dtype", type=one_of(*KV_BYTES), default="bfloat16")
+    parser.add_argument("--rows", type=whole_list(1))
     parser.add_argument("--overlap", type=_share, default=0.0)
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--json", action="store_true")

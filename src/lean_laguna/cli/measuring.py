@@ -37,10 +37,10 @@ DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 def add_plan_options(parser: Parser, *, prompts: str = "mixed", repeats: int | None = 3) -> None:
     """Add the prompts, the repeats and the files to write."""
     parser.add_argument("--prompts", default=prompts)
-    parser.add_argument("--num-prompts", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--num-prompts", type=whole(1))
     if repeats is not None:
-        parser.add_argument("--repeats", type=whole(1), default=repeats)  # type: ignore[arg-type]
-        parser.add_argument("--warmup", type=whole(0), default=1)  # type: ignore[arg-type]
+        parser.add_argument("--repeats", type=whole(1), default=repeats)
+        parser.add_argument("--warmup", type=whole(0), default=1)
     add_remote_options(parser)
     parser.add_argument("--out")
     parser.add_argument("--html")

@@ -44,18 +44,18 @@ def add_model_options(parser: Parser) -> None:
     parser.set_defaults(is_model_given=False)
     parser.add_argument("--model", default=DEFAULT_MODEL, action=_GivenModel)
     parser.add_argument("--drafter", default=AUTO)
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
-    parser.add_argument("--max-model-len", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--threads", type=whole(1, 1024))
+    parser.add_argument("--max-model-len", type=whole(1))
     parser.add_argument("--attention-factor", type=float)
-    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default=AUTO)
 
 
 def add_dummy_options(parser: Parser) -> None:
     """Add the kernels, and random weights in place of a checkpoint's."""
-    parser.add_argument("--kernels", type=one_of("auto", "torch", "triton", "cuda"), default=AUTO)  # type: ignore[arg-type]
-    parser.add_argument("--load-format", type=one_of("auto", "dummy"), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--kernels", type=one_of("auto", "torch", "triton", "cuda"), default=AUTO)
+    parser.add_argument("--load-format", type=one_of("auto", "dummy"), default=AUTO)
     parser.add_argument("--shape")
     parser.add_argument("--scheme")
 

@@ -44,7 +44,7 @@ example: lean-laguna parity --temperature 0.8 --seed 1 --draft-lengths 3,15
 def build_parser() -> Parser:
     """Return the command's parser."""
     parser = Parser("lean-laguna parity", HELP)
-    parser.add_argument("--draft-lengths", type=whole_list(1))  # type: ignore[arg-type]
+    parser.add_argument("--draft-lengths", type=whole_list(1))
     parser.add_argument("--strict", action="store_true")
     add_model_options(parser)
     add_plan_options(parser, repeats=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lean_laguna.core.errors import ConfigError, nearest
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
 
-def one_of(*accepted: str) -> object:
+def one_of(*accepted: str) -> Callable[[str], str]:
     """Return an argparse type that takes one of the given words."""
 
     def convert(text: str) -> str:
@@ -72,7 +72,7 @@ def one_of(*accepted: str) -> object:
     return convert
 
 
-def whole(minimum: int, maximum: int | None = None) -> object:
+def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """Return an argparse type that takes a whole number in a range."""
 
     def convert(text: str) -> int:
@@ -88,12 +88,12 @@ def whole(minimum: int, maximum: int | None = None) -> object:
     return convert
 
 
-def whole_list(minimum: int) -> object:
+def whole_list(minimum: int) -> Callable[[str], list[int]]:
     """Return an argparse type that takes whole numbers separated by commas, without repetition."""
     one = whole(minimum)
 
     def convert(text: str) -> list[int]:
-        return list(dict.fromkeys(one(part.strip()) for part in text.split(",")))  # type: ignore[operator]
+        return list(dict.fromkeys(one(part.strip()) for part in text.split(",")))
 
     return convert
 

@@ -43,15 +43,15 @@ def build_parser() -> Parser:
     parser.add_argument("checkpoint", nargs="?")
     for name in ("--shape", "--scheme", "--drafter", "--card", "--memory"):
         parser.add_argument(name)
-    parser.add_argument("--context", "--max-model-len", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--streams", "--max-num-seqs", type=whole(1, 1 << 20), default=1)  # type: ignore[arg-type]
-    parser.add_argument("--dtype", type=one_of("bfloat16", "float32"))  # type: ignore[arg-type]
-    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--context", "--max-model-len", type=whole(1))
+    parser.add_argument("--streams", "--max-num-seqs", type=whole(1, 1 << 20), default=1)
+    parser.add_argument("--dtype", type=one_of("bfloat16", "float32"))
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--prefill-chunk-size", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--kv-block-size", type=whole(1), default=16)  # type: ignore[arg-type]
-    parser.add_argument("--vllm-kv-dtype", type=one_of("auto", "bfloat16", "fp8"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--max-num-batched-tokens", type=whole(1), default=8192)  # type: ignore[arg-type]
+    parser.add_argument("--prefill-chunk-size", type=whole(1))
+    parser.add_argument("--kv-block-size", type=whole(1), default=16)
+    parser.add_argument("--vllm-kv-dtype", type=one_of("auto", "bfloat16", "fp8"), default="auto")
+    parser.add_argument("--max-num-batched-tokens", type=whole(1), default=8192)
     parser.add_argument("--cap", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser

@@ -81,35 +81,35 @@ def build_parser() -> Parser:
 
 def _add_http_options(parser: Parser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=whole(0, 65535), default=8000)  # type: ignore[arg-type]
+    parser.add_argument("--port", type=whole(0, 65535), default=8000)
     parser.add_argument("--api-key", nargs="+", action="extend")
     parser.add_argument("--allowed-origins", nargs="+", action="extend")
     parser.add_argument("--served-model-name", nargs="+", action="extend")
-    parser.add_argument("--reasoning-parser", type=one_of(*_PARSERS), default=AUTO)  # type: ignore[arg-type]
-    parser.add_argument("--tool-call-parser", type=one_of(*_PARSERS), default=AUTO)  # type: ignore[arg-type]
+    parser.add_argument("--reasoning-parser", type=one_of(*_PARSERS), default=AUTO)
+    parser.add_argument("--tool-call-parser", type=one_of(*_PARSERS), default=AUTO)
     parser.add_argument("--default-chat-template-kwargs")
     parser.add_argument("--override-generation-config")
     metrics = one_of("none", "summary", "detailed")
-    parser.add_argument("--per-request-spec-decode-metrics", type=metrics, default="summary")  # type: ignore[arg-type]
-    parser.add_argument("--unknown-fields", type=one_of("refuse", "ignore"), default="refuse")  # type: ignore[arg-type]
+    parser.add_argument("--per-request-spec-decode-metrics", type=metrics, default="summary")
+    parser.add_argument("--unknown-fields", type=one_of("refuse", "ignore"), default="refuse")
     parser.add_argument("--enable-admin", action="store_true")
-    parser.add_argument("--max-queued-seqs", type=whole(0), default=256)  # type: ignore[arg-type]
-    parser.add_argument("--max-request-bytes", type=whole(1), default=32 << 20)  # type: ignore[arg-type]
-    parser.add_argument("--shutdown-timeout", type=whole(0, 86400), default=30)  # type: ignore[arg-type]
-    parser.add_argument("--log-level", type=one_of(*_LEVELS), default="warning")  # type: ignore[arg-type]
+    parser.add_argument("--max-queued-seqs", type=whole(0), default=256)
+    parser.add_argument("--max-request-bytes", type=whole(1), default=32 << 20)
+    parser.add_argument("--shutdown-timeout", type=whole(0, 86400), default=30)
+    parser.add_argument("--log-level", type=one_of(*_LEVELS), default="warning")
     parser.add_argument("--access-log", action="store_true")
 
 
 def _add_engine_options(parser: Parser) -> None:
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")  # type: ignore[arg-type]
-    parser.add_argument("--threads", type=whole(1, 1024))  # type: ignore[arg-type]
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", type=one_of("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--threads", type=whole(1, 1024))
     parser.add_argument("--attention-factor", type=float)
-    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")  # type: ignore[arg-type]
+    parser.add_argument("--kv-cache-dtype", type=one_of("auto", "fp8"), default="auto")
     for name in ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size"):
-        parser.add_argument(name, type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--kv-cache-memory-bytes", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--seed", type=whole(0))  # type: ignore[arg-type]
+        parser.add_argument(name, type=whole(1))
+    parser.add_argument("--kv-cache-memory-bytes", type=whole(1))
+    parser.add_argument("--seed", type=whole(0))
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
 
 

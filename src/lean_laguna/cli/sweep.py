@@ -43,7 +43,7 @@ example: lean-laguna sweep --draft-lengths 3,5,7,9 --num-prompts 4 --svg sweep.s
 def build_parser() -> Parser:
     """Return the command's parser."""
     parser = Parser("lean-laguna sweep", HELP)
-    parser.add_argument("--draft-lengths", type=whole_list(1))  # type: ignore[arg-type]
+    parser.add_argument("--draft-lengths", type=whole_list(1))
     parser.add_argument("--svg")
     add_model_options(parser)
     add_plan_options(parser, repeats=2)

@@ -72,21 +72,21 @@ def build_parser() -> Parser:
         parser.add_argument(name, type=Path)
     parser.add_argument("--target")
     parser.add_argument("--drafter")
-    parser.add_argument("--resume", type=one_of("auto", "yes", "no"))  # type: ignore[arg-type]
+    parser.add_argument("--resume", type=one_of("auto", "yes", "no"))
     parser.add_argument("--budget", type=_seconds)
-    parser.add_argument("--steps", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--steps", type=whole(1))
     parser.add_argument("--generate-budget", type=_seconds)
-    parser.add_argument("--sequences", type=whole(1))  # type: ignore[arg-type]
+    parser.add_argument("--sequences", type=whole(1))
     parser.add_argument("--no-fetch", action="store_true", default=None)
     for name in ("--documents", "--features", "--prompts"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--given", action="store_true", default=None)
-    parser.add_argument("--thinking", type=one_of("on", "off"))  # type: ignore[arg-type]
+    parser.add_argument("--thinking", type=one_of("on", "off"))
     parser.add_argument("--temperature", type=_temperature)
-    parser.add_argument("--max-tokens", type=whole(1))  # type: ignore[arg-type]
-    parser.add_argument("--seed", type=whole(0))  # type: ignore[arg-type]
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"))  # type: ignore[arg-type]
-    parser.add_argument("--compile", type=one_of("auto", "on", "off"))  # type: ignore[arg-type]
+    parser.add_argument("--max-tokens", type=whole(1))
+    parser.add_argument("--seed", type=whole(0))
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"))
+    parser.add_argument("--compile", type=one_of("auto", "on", "off"))
     parser.add_argument("--json", action="store_true")
     return parser
 
