@@ -7,6 +7,9 @@ from typing import Any
 from lean_laguna.core.errors import ConfigError, LeanLagunaError, RequestError
 
 CONTEXT_LENGTH = "context_length_exceeded"
+LONGEST_MESSAGE = 1000
+"""Characters of a message; it may repeat what the request held, and that may be megabytes."""
+_LONGEST_PARAM = 200
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -20,8 +23,9 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(_shortened(message, LONGEST_MESSAGE))
+        self.param = None if param is None else _shortened(param, _LONGEST_PARAM)
+        self.status, self.code = status, code
 
     @property
     def type(self) -> str:
@@ -32,6 +36,12 @@ class ApiError(Exception):
         """Return the response body."""
         fields = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
+
+
+def _shortened(text: str, longest: int) -> str:
+    """Return a text without its middle where it is too long: both ends say what is wrong."""
+    half = (longest - 5) // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -125,7 +125,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
         fields["parallel_tool_calls"] = False
     if kind == "tool":
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise bad_request(
             f"tool_choice.type must be auto, any, tool or none, found {kind!r:.100}", "tool_choice.type"
         )

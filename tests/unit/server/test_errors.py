@@ -1,7 +1,7 @@
 import pytest
 
 from lean_laguna.core.errors import CheckpointError, RequestError
-from lean_laguna.server.errors import ApiError, as_api_error, context_length_error
+from lean_laguna.server.errors import LONGEST_MESSAGE, ApiError, as_api_error, context_length_error
 from lean_laguna.server.messages_api import error_body
 
 
@@ -40,3 +40,11 @@ def test_every_failure_has_a_status_and_a_class(error, status, kind):
     told = as_api_error(error)
     assert (told.status, told.type) == (status, kind)
     assert "secret" not in str(told)
+
+
+@pytest.mark.parametrize("make", [lambda text: ApiError(400, text, param=text), RequestError])
+def test_a_message_never_repeats_a_whole_body(make):
+    told = as_api_error(make("unknown field '" + "x" * 2**20 + "'; did you mean 'y'?"))
+    assert len(str(told)) <= LONGEST_MESSAGE
+    assert str(told).startswith("unknown field 'x") and str(told).endswith("did you mean 'y'?")
+    assert len(told.param or "") <= 200

@@ -70,6 +70,8 @@ def test_options_keep_their_meaning_under_their_other_names():
         ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": {}}}, "tool_choice.type"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type"),
         ({"thinking": {"type": "lots"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ],
