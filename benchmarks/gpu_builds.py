@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Built:
 
     Attributes:
         name: Of the kernel.
+        what: Types and constants that it is built for.
         error: Why it does not build or would not launch, or "".
         shared_bytes: Shared memory it asks for.
         registers: Of a thread.
@@ -77,6 +79,7 @@ class Built:
     """
 
     name: str
+    what: str
     error: str = ""
     shared_bytes: int = 0
     registers: int = 0
@@ -90,19 +93,21 @@ def build(launch: Launched, card: Card) -> Built:
         if isinstance(launch, CudaLaunch):
             code = compiled(launch.source, f"sm_{card.architecture}")
             registers, stack, own = usage(code)
-            found = Built(launch.name, "", launch.shared_bytes + own, registers, stack, launch.threads)
+            found = Built(
+                launch.name, launch.what, "", launch.shared_bytes + own, registers, stack, launch.threads
+            )
         else:
             target = GPUTarget("cuda", card.architecture, 32)
             source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
             kernel = triton.compile(source, target=target, options=launch.options.__dict__)
             registers, stack, _ = usage(kernel.asm["cubin"])
             threads = 32 * kernel.metadata.num_warps
-            found = Built(launch.name, "", kernel.metadata.shared, registers, stack, threads)
+            found = Built(launch.name, launch.what, "", kernel.metadata.shared, registers, stack, threads)
             columns = getattr(kernel.metadata, "tmem_size", None) or 0
             if columns > TENSOR_MEMORY:
                 return failed(found, f"{columns} columns of tensor memory, there are {TENSOR_MEMORY}")
     except Exception as error:  # a compiler's, of whatever kind: it is what the table is about
-        return Built(launch.name, " ".join(_cause(error).split())[-400:])
+        return Built(launch.name, launch.what, " ".join(_cause(error).split())[-400:])
     if found.shared_bytes > card.shared_bytes:
         return failed(found, f"{found.shared_bytes} bytes of shared memory, there are {card.shared_bytes}")
     if found.registers * found.threads > REGISTERS:
@@ -137,10 +142,9 @@ def usage(code: bytes) -> tuple[int, int, int]:
 def models(card: Card, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Return the engines to be made for a card: all of them for one card of a family."""
     is_first = card.architecture in FAMILIES
-    for shape in shapes:
-        for own in (*BASIC, *(OTHERS if is_first else ()), *(ON_TRITON if card.capability >= (9, 0) else ())):
-            if shape == shapes[0] or is_first:
-                yield ALL | {"shape": shape} | own
+    for own in (*BASIC, *(ON_TRITON if card.capability >= (9, 0) else ()), *(OTHERS if is_first else ())):
+        for shape in shapes if is_first else shapes[:1]:
+            yield ALL | {"shape": shape} | own
 
 
 def note(card: Card, shapes: Sequence[str]) -> tuple[list[Launched], list[dict[str, Any]]]:
@@ -159,12 +163,39 @@ def note(card: Card, shapes: Sequence[str]) -> tuple[list[Launched], list[dict[s
     return list(launches.values()), engines
 
 
-_launches: list[Launched] = []
-"""Of the processes that build, which are forked."""
+def _send(launch: Launched, card: Card, result: Connection) -> None:
+    result.send(build(launch, card))
 
 
-def _build(architecture: int, until: float, index: int) -> Built | None:
-    return build(_launches[index], CARDS[architecture]) if time.time() < until else None
+def build_each(launches: Sequence[Launched], card: Card, workers: int, until: float) -> list[Built | None]:
+    """Build kernels side by side, each in a process of its own: a compiler may die of what it is given.
+
+    Returns:
+        In order; None for what was not begun before ``until``.
+    """
+    fork = multiprocessing.get_context("fork")
+    found: list[Built | None] = [None] * len(launches)
+    waiting, running = deque(range(len(launches))), dict[Connection, tuple[int, Any]]()
+    while running or (waiting and time.time() < until):
+        while waiting and len(running) < workers and time.time() < until:
+            index = waiting.popleft()
+            result, own = fork.Pipe(duplex=False)
+            process = fork.Process(target=_send, args=(launches[index], card, own))
+            process.start()
+            own.close()
+            running[result] = index, process
+        for ready in wait(list(running)):
+            assert isinstance(ready, Connection)
+            index, process = running.pop(ready)
+            try:
+                found[index] = ready.recv()
+            except EOFError:
+                process.join()
+                died = f"the compiler died, exit status {process.exitcode}"
+                found[index] = Built(launches[index].name, launches[index].what, died)
+            process.join()
+            ready.close()
+    return found
 
 
 def build_for(
@@ -181,17 +212,17 @@ def build_for(
     """
     launches, engines = note(CARDS[architecture], shapes)
     has_compiler = has_nvrtc()
-    _launches[:] = [
+    wanted = [
         launch
         for launch in launches
         if only in launch.name and (has_compiler or not isinstance(launch, CudaLaunch))
     ]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        built = pool.map(partial(_build, architecture, until), range(len(_launches)))
-        return engines, list(built)
+    return engines, build_each(wanted, CARDS[architecture], workers, until)
 
 
-def summary(card: Card, built: Sequence[Built | None], engines: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(
+    card: Card, built: Sequence[Built | None], engines: list[dict[str, Any]], *, keeps_each: bool
+) -> dict[str, Any]:
     """Return an architecture's part of the result."""
     kernels: dict[str, dict[str, int]] = {}
     for own in filter(None, built):
@@ -199,7 +230,7 @@ def summary(card: Card, built: Sequence[Built | None], engines: list[dict[str, A
         row["failed" if own.error else "built"] += 1
         for name in ("shared_bytes", "registers", "stack_bytes"):
             row[f"most_{name}"] = max(row.get(f"most_{name}", 0), getattr(own, name))
-    failures = sorted({f"{own.name}: {own.error}" for own in filter(None, built) if own.error})
+    failures = {f"{own.name}: {own.error}": own.what for own in filter(None, built) if own.error}
     return {
         "card": card.name,
         "shared_bytes_a_program": card.shared_bytes,
@@ -211,7 +242,7 @@ def summary(card: Card, built: Sequence[Built | None], engines: list[dict[str, A
         "failures": failures,
         "engines": engines,
         "kernels": dict(sorted(kernels.items())),
-    }
+    } | ({"each": [asdict(own) for own in built if own is not None]} if keeps_each else {})
 
 
 def line(architecture: int, found: dict[str, Any]) -> str:
@@ -242,6 +273,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--architectures", default=",".join(map(str, CARDS)), help="such as 86,120")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--each", action="store_true", help="keep a line for every kernel in the file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that build")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; then no more are begun")
     return parser.parse_args(argv)
@@ -257,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(side_by_side, multiprocessing.get_context("fork")) as pool:
         done = pool.map(build_for, architectures, *([option] * len(architectures) for option in options))
         rows = {
-            f"sm_{own}": summary(CARDS[own], built, engines)
+            f"sm_{own}": summary(CARDS[own], built, engines, keeps_each=args.each)
             for own, (engines, built) in zip(architectures, done, strict=True)
         }
     note = "built only, nothing was run" + ("" if has_nvrtc() else "; no NVRTC here: Triton's alone")
@@ -266,8 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     for own in architectures:
         print(line(own, rows[f"sm_{own}"]))
-        for failure in rows[f"sm_{own}"]["failures"]:
-            print(f"    {failure[:300]}")
+        for failure, what in rows[f"sm_{own}"]["failures"].items():
+            print(f"    {failure}\n        {what[:600]}")
     if args.json:
         print(json.dumps(found))
     return int(any(row["failed"] for row in rows.values()))

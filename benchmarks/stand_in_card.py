@@ -104,6 +104,15 @@ class TritonLaunch:
         """Module and function."""
         return f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.fn.__name__.strip('_')}"
 
+    @property
+    def what(self) -> str:
+        """Types and constants in text."""
+        types = [str(kind) for kind in self.signature.values() if kind != "constexpr"]
+        own = [
+            f"{self.kernel.arg_names[at[0]]}={value}" for at, value in self.constants.items() if len(at) == 1
+        ]
+        return " ".join(types + own)
+
 
 @dataclass(frozen=True)
 class CudaLaunch:
@@ -117,6 +126,11 @@ class CudaLaunch:
     def name(self) -> str:
         """Of its file."""
         return f"{self.source.name}.cu"
+
+    @property
+    def what(self) -> str:
+        """Constants in text."""
+        return " ".join(f"{name}={value}" for name, value in self.source.constants)
 
 
 Launched = TritonLaunch | CudaLaunch
