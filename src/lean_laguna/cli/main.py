@@ -5,8 +5,10 @@ Commands are imported when they are called for, so that help and mistakes answer
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ from lean_laguna.core.errors import ConfigError, LeanLagunaError, nearest
 
 PROG = "lean-laguna"
 COMMANDS = ("generate", "serve", "bench", "sweep", "parity", "train", "inspect", "plan", "convert")
-OK, CHECK_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+OK, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
+OTHER_SIGNS = {"·": "-", "–": "-", "×": "x", "→": "->", "≤": "<=", "…": "..."}
+OTHER_SIGNS |= dict.fromkeys("▏▎▍", " ") | dict.fromkeys("▌▋▊▉█", "#")
 HELP = """\
 usage: lean-laguna COMMAND [options]
 
@@ -46,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
+    _take_any_text()
     try:
         with heard_interrupts(f"{PROG}: interrupted", INTERRUPTED):
             return _run(words)
@@ -72,6 +77,19 @@ def _open_missing_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _take_any_text() -> None:
+    """Let streams of an older encoding put another sign where they lack one; Python would give up."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            codecs.register_error(PROG, _another_sign)
+            stream.reconfigure(errors=PROG)
+
+
+def _another_sign(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return OTHER_SIGNS.get(error.object[error.start], "?"), error.start + 1
 
 
 def _give_up_output() -> None:

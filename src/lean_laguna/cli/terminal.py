@@ -42,7 +42,8 @@ class Terminal:
         """Print the machine-readable line, if it was asked for; nothing must be printed after it."""
         if self.is_json:
             self.err.file.flush()
-            print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+            is_ascii = not str(sys.stdout.encoding).lower().startswith("utf")  # no sign is lost elsewhere
+            print(json.dumps(value, ensure_ascii=is_ascii, allow_nan=False), flush=True)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[int, int, str], None] | None]:

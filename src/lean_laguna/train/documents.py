@@ -121,7 +121,10 @@ def _check_tokenizer(path: Path, expected: str | None) -> None:
 
 def _document(given: Any, number: int, where: str) -> Document:
     if not isinstance(given, Mapping) or "input_ids" not in given or "loss_mask" not in given:
-        raise DataError(f"{where}: a document needs 'input_ids' and 'loss_mask'")
+        raise DataError(
+            f"{where}: a document needs 'input_ids' and 'loss_mask'; "
+            "make documents of prompts or answers with: lean-laguna train responses"
+        )
     ids, mask = given["input_ids"], given["loss_mask"]
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
         if not isinstance(values, list) or not all(type(v) is int and abs(v) < 1 << 31 for v in values):

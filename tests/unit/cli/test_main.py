@@ -1,3 +1,5 @@
+import io
+import json
 import sys
 import types
 
@@ -5,6 +7,7 @@ import pytest
 
 from lean_laguna.cli import main as module
 from lean_laguna.cli.main import main
+from lean_laguna.cli.terminal import Terminal
 from lean_laguna.core.errors import CheckpointError
 
 
@@ -40,6 +43,30 @@ def test_an_interrupt_is_status_130_without_a_traceback(command, capsys):
     command.run = run
     assert main(["generate", "x"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_stream_of_an_older_encoding_takes_any_text(encoding, command, monkeypatch):
+    text = "a × \u2588 \u4e2d"
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding=encoding) for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+
+    def run(args):
+        terminal = Terminal(is_json=True)
+        terminal.report(text)
+        terminal.json_line({"a": text})
+        return 0
+
+    command.run = run
+    assert main(["generate", "x"]) == 0
+    written = {}
+    for name, stream in streams.items():
+        stream.flush()
+        written[name] = stream.buffer.getvalue()
+    expected = {"ascii": "a x # ?", "latin-1": "a × # ?", "utf-8": text}[encoding]
+    assert written["stderr"].decode(encoding).strip() == expected
+    assert json.loads(written["stdout"].decode(encoding)) == {"a": text}
 
 
 def test_a_fault_of_ours_is_not_swallowed(command):
