@@ -89,25 +89,24 @@ class Built:
 
 def build(launch: Launched, card: Card) -> Built:
     """Build a kernel and say what it asks for."""
+    columns = 0
     try:
         if isinstance(launch, CudaLaunch):
             code = compiled(launch.source, f"sm_{card.architecture}")
             registers, stack, own = usage(code)
-            found = Built(
-                launch.name, launch.what, "", launch.shared_bytes + own, registers, stack, launch.threads
-            )
+            shared, threads = launch.shared_bytes + own, launch.threads
         else:
             target = GPUTarget("cuda", card.architecture, 32)
             source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
             kernel = triton.compile(source, target=target, options=launch.options.__dict__)
             registers, stack, _ = usage(kernel.asm["cubin"])
-            threads = 32 * kernel.metadata.num_warps
-            found = Built(launch.name, launch.what, "", kernel.metadata.shared, registers, stack, threads)
+            shared, threads = kernel.metadata.shared, 32 * kernel.metadata.num_warps
             columns = getattr(kernel.metadata, "tmem_size", None) or 0
-            if columns > TENSOR_MEMORY:
-                return failed(found, f"{columns} columns of tensor memory, there are {TENSOR_MEMORY}")
     except Exception as error:  # a compiler's, of whatever kind: it is what the table is about
         return Built(launch.name, launch.what, " ".join(_cause(error).split())[-400:])
+    found = Built(launch.name, launch.what, "", shared, registers, stack, threads)
+    if columns > TENSOR_MEMORY:
+        return failed(found, f"{columns} columns of tensor memory, there are {TENSOR_MEMORY}")
     if found.shared_bytes > card.shared_bytes:
         return failed(found, f"{found.shared_bytes} bytes of shared memory, there are {card.shared_bytes}")
     if found.registers * found.threads > REGISTERS:
