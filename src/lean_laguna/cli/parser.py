@@ -7,11 +7,11 @@ the flags that the parser really has.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lean_laguna.core.errors import ConfigError, nearest
+from lean_laguna.core.files import parse_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,7 +114,7 @@ def draft_length(text: str) -> int | str:
 def json_object(text: str) -> dict[str, Any]:
     """Take a JSON object."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be a JSON object ({error}), found {text!r}") from None
     if not isinstance(value, dict):

@@ -100,16 +100,30 @@ def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+def is_there(path: Path) -> bool:
+    """Return whether a path is taken, if only by a link that leads nowhere, as to a file never downloaded."""
+    return os.path.lexists(path)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"'{twice:.60}' stands twice in one object")
+    return found
+
+
+def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = _once) -> Any:
     """Parse JSON that others wrote; every way in which it can be unusable is a ``ValueError``.
 
     Args:
         text: The JSON.
-        make_object: Makes an object of its names and values, which may name one twice.
+        make_object: Makes an object of its names and values; the usual one refuses a name given twice.
 
     Raises:
-        ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a number too long to be one, or
-            half a character, which no file or tokenizer could take.
+        ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a name twice, a number too long
+            to be one, or half a character, which no file or tokenizer could take.
     """
     try:
         value = json.loads(text, object_pairs_hook=make_object)

@@ -23,6 +23,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from lean_laguna.core.errors import CheckpointError, RequestError
+from lean_laguna.core.files import is_there
 from lean_laguna.models.generation_config import GenerationConfig, read_json_object
 from lean_laguna.models.tokenizer import ASSISTANT_END, Tokenizer
 
@@ -96,9 +97,9 @@ class ChatTemplate:
         """
         folder = Path(path)
         config_file = folder / "tokenizer_config.json"
-        config = read_json_object(config_file) if config_file.is_file() else {}
+        config = read_json_object(config_file) if is_there(config_file) else {}
         file = folder / TEMPLATE_FILE
-        if file.is_file():
+        if is_there(file):
             source, where = _read_text(file), str(file)
         else:
             source, where = _embedded_template(config, config_file), f"{config_file}, 'chat_template'"
@@ -228,7 +229,7 @@ def _strftime_now(layout: str) -> str:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # an editor's mark at the start is no part of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: cannot be read as UTF-8 text: {error}") from None
 

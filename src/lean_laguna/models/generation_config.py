@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import CheckpointError, RequestError
-from lean_laguna.core.files import parse_json
+from lean_laguna.core.files import is_there, parse_json
+from lean_laguna.core.json_fields import is_count
 from lean_laguna.core.types import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -50,7 +51,7 @@ class GenerationConfig:
             CheckpointError: The file is not a JSON object, or a value has the wrong type.
         """
         file = Path(path) / GENERATION_CONFIG_FILE
-        return cls.from_dict(read_json_object(file), str(file)) if file.is_file() else cls()
+        return cls.from_dict(read_json_object(file), str(file)) if is_there(file) else cls()
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], where: str) -> GenerationConfig:
@@ -65,6 +66,8 @@ class GenerationConfig:
         """
         numbers = {name: _number(given, name, where) for name in ("temperature", "top_p", "min_p")}
         numbers["repetition_penalty"] = _number(given, "repetition_penalty", where)
+        if not isinstance(given.get("do_sample"), bool | None):
+            raise CheckpointError(f"{where}: 'do_sample' must be true or false, found {given['do_sample']!r}")
         if given.get("do_sample") is False:
             numbers["temperature"] = 0.0
         kwargs = given.get("default_chat_template_kwargs")
@@ -116,7 +119,7 @@ def read_eos_token_ids(given: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """
     value = given.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if not all(is_count(i, 0) for i in ids):
         raise CheckpointError(
             f"{where}: 'eos_token_id' must be a token id or a list of them, found {value!r}"
         )

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lean_laguna.core.errors import CheckpointError
-from lean_laguna.core.files import parse_json
+from lean_laguna.core.files import is_there, parse_json
 from lean_laguna.core.safetensors_header import read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -110,7 +110,7 @@ class CheckpointReader:
                 f"{self.path}: not found; expected a checkpoint folder or a .safetensors file"
             )
         index = self.path / _INDEX
-        if not index.exists():
+        if not is_there(index):
             return {}
         try:
             given = parse_json(index.read_text(encoding="utf-8"))

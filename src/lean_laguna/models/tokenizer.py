@@ -22,6 +22,7 @@ from pathlib import Path
 import tokenizers
 
 from lean_laguna.core.errors import CheckpointError, RequestError
+from lean_laguna.core.files import is_there
 from lean_laguna.models.generation_config import GENERATION_CONFIG_FILE, read_eos_token_ids, read_json_object
 
 ASSISTANT_END = "</assistant>"
@@ -74,7 +75,7 @@ class Tokenizer:
         eos: list[int] = []
         for name in (GENERATION_CONFIG_FILE, "config.json"):
             source = Path(path) / name
-            if not source.is_file():
+            if not is_there(source):
                 continue
             for token_id in read_eos_token_ids(read_json_object(source), str(source)):
                 if backend.id_to_token(token_id) is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import CheckpointError
-from lean_laguna.core.files import parse_json, sha256_file
+from lean_laguna.core.files import is_there, parse_json, sha256_file
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.safetensors_header import read_header
 from lean_laguna.plan.inventory import SchemeByName, plain_name
@@ -159,7 +159,7 @@ def _incomplete(folder: Path) -> list[Path]:
 
 def _index(folder: Path, problems: list[str]) -> dict[str, str]:
     file = folder / INDEX
-    if not file.exists():
+    if not is_there(file):
         return {}
     try:
         promised = parse_json(file.read_text(encoding="utf-8"))["weight_map"]

@@ -1,9 +1,11 @@
+import argparse
 from types import SimpleNamespace
 
 import pytest
 
 from lean_laguna.cli import bench, generate
 from lean_laguna.cli.options import drafter_name, given_sampling, sampling_params, set_threads
+from lean_laguna.cli.parser import json_object
 from lean_laguna.core.errors import ConfigError, RequestError
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
@@ -126,3 +128,11 @@ def test_threads_are_as_asked_for_or_as_measured(monkeypatch):
         assert tuned == ["engine"]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '{"regex": "a", "regex": "b"}', "[1]", ""]
+)
+def test_an_option_that_is_no_json_object_says_so(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a JSON object"):
+        json_object(text)

@@ -10,6 +10,7 @@ from lean_laguna.core.files import (
     atomic_write_json,
     atomic_write_text,
     atomic_writer,
+    is_there,
     parse_json,
     remove_unfinished,
     require_writable,
@@ -142,6 +143,18 @@ def test_json_of_others_fails_in_one_way_only(text):
 def test_half_a_character_is_no_json(text):
     with pytest.raises(ValueError, match=r"half a character, '\\u"):
         parse_json(text)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "b": 2, "a": 3}', b'[{"x": {"a": 1, "a": 1}}]'])
+def test_a_name_that_stands_twice_is_no_json(text):
+    with pytest.raises(ValueError, match="'a' stands twice in one object"):
+        parse_json(text)
+
+
+def test_a_link_that_leads_nowhere_is_there(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "never downloaded")
+    assert is_there(tmp_path / "a")
+    assert not is_there(tmp_path / "b")
 
 
 def test_a_character_of_two_escapes_and_an_escaped_backslash_are_json():

@@ -173,3 +173,18 @@ def test_a_template_that_is_not_text_is_named(tmp_path):
 def test_arithmetic_that_fails_in_a_template_is_the_templates_fault():
     with pytest.raises(RequestError, match="failed on the messages"):
         ChatTemplate("{{ 1 / 0 }}").render([USER])
+
+
+def test_an_editor_s_mark_at_the_start_is_no_part_of_the_prompt(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes("file {{ messages[0].content }}".encode("utf-8-sig"))
+    assert ChatTemplate.from_dir(tmp_path).render([USER]) == f"file {USER['content']}"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_link_to_a_file_that_never_came_is_no_reason_to_take_another(name, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "abc")
+    with pytest.raises(CheckpointError, match=rf"{name}: .*No such file"):
+        ChatTemplate.from_dir(tmp_path)

@@ -58,6 +58,8 @@ def test_one_stop_id_or_many_are_accepted():
         ("max_new_tokens", []),
         ("reasoning_parser", 3),
         ("default_chat_template_kwargs", [1]),
+        ("do_sample", "no"),
+        ("eos_token_id", 10**400),
     ],
 )
 def test_a_value_of_the_wrong_type_names_file_and_key(key, value):
@@ -75,4 +77,12 @@ def test_a_value_out_of_range_names_the_file(key, value):
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        GenerationConfig.from_dir(tmp_path)
+
+
+def test_a_link_to_a_file_that_never_came_is_named_not_left_out(tmp_path):
+    (tmp_path / "generation_config.json").symlink_to(tmp_path / "blobs" / "abc")
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: not readable as JSON: .*No such file"
+    ):
         GenerationConfig.from_dir(tmp_path)

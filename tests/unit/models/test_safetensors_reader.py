@@ -134,3 +134,10 @@ def test_a_folder_without_safetensors_says_what_is_there(tmp_path):
         CheckpointReader(tmp_path)
     with pytest.raises(CheckpointError, match="not found; expected a checkpoint folder"):
         CheckpointReader(tmp_path / "nowhere")
+
+
+def test_a_link_to_an_index_that_never_came_is_no_reason_to_do_without_one(tmp_path):
+    write(tmp_path, a=torch.zeros(1))
+    (tmp_path / "model.safetensors.index.json").symlink_to(tmp_path / "blobs" / "abc")
+    with pytest.raises(CheckpointError, match=r"index\.json: cannot be read as JSON: .*No such file"):
+        CheckpointReader(tmp_path)
