@@ -56,6 +56,8 @@ ON_TRITON: tuple[dict[str, Any], ...] = (
     {"kernels": "triton", "scheme": "nvfp4"},
 )
 """The same where CUDA C++ is not wanted, or there is no compiler for it."""
+ON_CUDA: tuple[dict[str, Any], ...] = ({"kernels": "cuda", "drafter": "dummy"},)
+"""The same where ``auto`` leaves CUDA C++ out."""
 ALL: dict[str, Any] = {"drafter": None, "scheme": "bf16", "kv_cache_dtype": "auto", "kernels": "auto"}
 REGISTERS = 65536
 """Of a multiprocessor."""
@@ -131,7 +133,7 @@ def usage(code: bytes) -> tuple[int, int, int]:
         file.write(code)
         file.flush()
         tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = _USAGE.findall(text)
     registers, stack, shared, _ = (max(int(own[i]) for own in found) for i in range(4))
@@ -141,7 +143,8 @@ def usage(code: bytes) -> tuple[int, int, int]:
 def models(card: Card, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Return the engines to be made for a card: all of them for one card of a family."""
     is_first = card.architecture in FAMILIES
-    for own in (*BASIC, *(ON_TRITON if card.capability >= (9, 0) else ()), *(OTHERS if is_first else ())):
+    other_kernels = ON_TRITON if card.capability >= (9, 0) else ON_CUDA
+    for own in (*BASIC, *other_kernels, *(OTHERS if is_first else ())):
         for shape in shapes if is_first else shapes[:1]:
             yield ALL | {"shape": shape} | own
 

@@ -159,8 +159,9 @@ class Noted:
         bound, specialisation, parsed = bind(*args, **options)
         key = (kernel.fn.__module__, kernel.fn.__name__, str(specialisation), str(parsed))
         if key not in self.launches:
-            parsed, *found = kernel._pack_args(backend, options, bound, specialisation, parsed)
-            self.launches[key] = TritonLaunch(kernel, *found, parsed)
+            found = kernel._pack_args(backend, options, bound, specialisation, parsed)
+            parsed, signature, constants, attributes = found
+            self.launches[key] = TritonLaunch(kernel, signature, constants, attributes, parsed)
 
     def note_cuda(
         self, source: Source, grid: int, threads: int, shared_bytes: int, arguments: Any, *, early: bool
@@ -221,9 +222,9 @@ def _placed(value: Any) -> Any:
 class _Generator(torch.Generator):
     """Draws nothing, on the card."""
 
-    device = CUDA  # type: ignore[assignment]
+    device = CUDA
 
-    def manual_seed(self, seed: int) -> _Generator:  # type: ignore[override]
+    def manual_seed(self, seed: int) -> _Generator:
         return self
 
 

@@ -24,7 +24,7 @@ from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
-from lean_laguna.kernels.triton.launch import Launch
+from lean_laguna.kernels.triton.launch import Launch, starts_early
 from lean_laguna.kernels.triton.layer_cache import LayerCache
 from lean_laguna.kernels.triton.publish import publish
 from lean_laguna.kernels.triton.rows import Rows
@@ -283,7 +283,7 @@ class StepPrograms:
     def _launch(self, cols: int) -> Launch:
         if not self._is_gpu:
             return Launch(cols, programs=1, attention_programs=1)
-        return Launch(cols, pdl=self._cuda_layers is not None)
+        return Launch(cols, pdl=self._cuda_layers is not None and starts_early(self.device))
 
     def _empty(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.target.head.dtype, device=self.device)

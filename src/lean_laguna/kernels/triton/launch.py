@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 # Token rows of every step buffer; and of one request, for which columns there is a tile everywhere.
 from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
 from lean_laguna.core.engine_sizes import WIDE as WIDE
@@ -109,6 +111,11 @@ class Launch:
         Rows that do not start on 16 bytes are not prefetched: the instruction takes no others.
         """
         return int(row_bytes * tile.prefetch) // 512 * 512 if self.can_prefetch and row_bytes % 16 == 0 else 0
+
+
+def starts_early(device: torch.device) -> bool:
+    """Say whether a kernel can start before the one ahead of it has ended: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def cdiv(a: int, b: int) -> int:
