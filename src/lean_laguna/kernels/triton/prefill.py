@@ -15,6 +15,7 @@ sum over a token's experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,10 +55,25 @@ AttendBlock = Callable[..., None]
 
 
 def _has_library(weight: Weight) -> bool:
-    """Say whether cuDNN's attention may be used: where it was measured, and newer."""
+    """Say whether cuDNN's attention may be used: where it was measured, and on newer cards where it runs."""
     if weight.device.type != "cuda" or weight.dtype == torch.float32:
         return False
-    return torch.cuda.get_device_capability(weight.device)[0] >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
+    major = torch.cuda.get_device_capability(weight.device)[0]
+    if major < 9 or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return major == 9 or _library_runs(weight.device, weight.dtype)
+
+
+@functools.cache
+def _library_runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Try cuDNN's attention on little: not every release has it for every card."""
+    q, k = (torch.zeros(1, heads, 128, 128, dtype=dtype, device=device) for heads in (8, 1))
+    try:
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, k, None, True)
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass
