@@ -32,7 +32,8 @@ class Terminal:
 
     def report(self, renderable: RenderableType = "") -> None:
         """Print part of the report; text is printed as it is, without markup."""
-        self.out.print(renderable, markup=False, highlight=False, soft_wrap=isinstance(renderable, str))
+        is_text = isinstance(renderable, str)
+        self.out.print(renderable, markup=False, highlight=False, soft_wrap=is_text, crop=False)
 
     def note(self, text: str) -> None:
         """Print one line about the run to standard error."""

@@ -101,18 +101,23 @@ def _verdict(found: Mapping[str, Any]) -> list[Text]:
     lines = []
     if ours["fits"]:
         lines.append(Text.assemble(("fits", "bold green"), f": {gib(ours['left_bytes'])} are left"))
-        lines.append(Text("lean-laguna serve: " + " ".join(ours["flags"])))
+        lines.append(_to_copy("lean-laguna serve: " + " ".join(ours["flags"])))
     else:
         lines.append(Text.assemble(("does not fit", "bold red"), f": {gib(-ours['left_bytes'])} too much"))
         remedies = found["would_fit"]
         lines.append(Text("would fit, each alone:" if remedies else "no change known here would make it fit"))
         lines += [Text(f"  {remedy['what']}") for remedy in remedies]
     if theirs["fits"]:
-        lines.append(Text("vllm serve:        " + " ".join(theirs["flags"])))
+        lines.append(_to_copy("vllm serve:        " + " ".join(theirs["flags"])))
     else:
         either = "" if ours["fits"] else " either"
         lines.append(Text(f"vLLM does not fit{either}: {gib(-theirs['left_bytes'])} too much"))
     return lines
+
+
+def _to_copy(line: str) -> Text:
+    """Return a line without breaks of ours, which a shell would take for the end of the command."""
+    return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _left(num_bytes: int) -> Text:

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -20,7 +21,7 @@ def planned(name, context, streams):
 
 def shown(found, width=80):
     console = Console(file=io.StringIO(), width=width)
-    console.print(plan_report(found))
+    console.print(plan_report(found), crop=False)
     return console.file.getvalue()
 
 
@@ -46,7 +47,9 @@ def test_what_does_not_fit_comes_with_what_would():
 def test_nothing_is_cut_on_a_narrow_terminal(name):
     text = shown(planned(name, 131072, 4))
     assert "…" not in text
-    assert max(map(len, text.splitlines())) <= 80
+    commands = [line for line in text.splitlines() if " serve: " in line]
+    assert max(len(line) for line in text.splitlines() if line not in commands) <= 80
+    assert all(re.search(r"--kv-cache-memory-bytes \d+$", line) for line in commands)  # in one piece
 
 
 def test_every_byte_of_the_plan_has_a_row():
