@@ -110,6 +110,7 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
     stamp(PREPARED);
     take_units(step, count, RING, ring, sums, arrivals, operands, ask, add_up);
 #else
+    static_assert(RING % LOADS == 0, "units on their way are whole");
     // Where a unit's weights start for this lane; units past the end read the first one again.
     auto start_of = [&](int unit) {
         return (unit < shared_units || unit >= count ? shared_weight : weight) + row_of(unit < count ? unit : 0, g) * K + own;
@@ -119,7 +120,11 @@ experts_up(const u16 *x, const u16 *scores, const float *bias, const u16 *weight
 #pragma unroll
     for (int j = 0; j < RING; j++) {
         const int unit = blockIdx.x + (j / LOADS) * step;
-        stream(slot + j * WARPS * 256, start_of(unit) + j % LOADS * 32, unit >= shared_units && unit < count);
+        // Without a policy for L2: with one, compilers before CUDA 13.1 encode the first copy here, for sm_90 and a lone row,
+        // with a register that there is not, which ends in an illegal instruction.
+        if (unit >= shared_units && unit < count)
+            copy_async(slot + j * WARPS * 256, start_of(unit) + j % LOADS * 32, true);
+        end_stream_group();
     }
     let_next_start();
     write_ids();

@@ -104,10 +104,16 @@ def _num_threads(device: torch.device) -> int:
     return THREADS + 32 * has_bulk_copies(device)
 
 
-def _fits_units(weight: Tensor, rest: int = 64) -> bool:
-    """Say whether units of a weight fit the card's shared memory with as many rows as a program takes."""
+def _fits_units(weight: Tensor, rest: int = 64, *, whole: bool = False) -> bool:
+    """Say whether units of a weight fit the card's shared memory with as many rows as a program takes.
+
+    Args:
+        weight: [..., K].
+        rest: Bytes that are taken for something else.
+        whole: Lanes, too, must have a whole unit on its way, not a part of one.
+    """
     k = weight.shape[-1]
-    least = 8 * k * 2 + 16 if has_bulk_copies(weight.device) else THREADS * 16
+    least = 8 * k * 2 + 16 if whole or has_bulk_copies(weight.device) else THREADS * 16
     return rest + _unit_bytes(k, WIDE) + least <= shared_memory(weight.device)
 
 
@@ -233,8 +239,10 @@ def fits_experts(mlp: SparseWeights) -> bool:
     if _has_packed(mlp):
         return packed_products.fits_experts(mlp)
     tables = routing_bytes(experts, mlp.top_k, WIDE)
-    least = _down_bytes(mlp, WIDE) + tables + THREADS * 16
-    return _fits_units(_plain(mlp.gate_up), 64 + tables) and least <= shared_memory(mlp.bias.device)
+    if not _fits_units(_plain(mlp.gate_up), 64 + tables, whole=True):
+        return False
+    # Of down, all that a lane loads of one expert at least.
+    return _down_bytes(mlp, WIDE) + tables + 2 * f * 16 <= shared_memory(mlp.bias.device)
 
 
 def run_experts(

@@ -1,6 +1,7 @@
 """CUDA C++ products equal their plain twins, and a row's bits do not depend on the rows beside it."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -209,17 +210,20 @@ def test_a_row_keeps_its_bits_among_others(draw, poisoned, device, count):
         assert torch.equal(other[slot].view(torch.int16), together[row].view(torch.int16))
 
 
-def test_bits_do_not_depend_on_how_weights_arrive(draw, poisoned, device, monkeypatch):
-    block, hidden, found = Mixture(draw, device), rows_of(draw, poisoned, 12, 256), []
+@pytest.mark.parametrize(("live", "cols"), [(1, 1), (5, 8), (12, 16)])
+def test_bits_do_not_depend_on_how_weights_arrive(draw, poisoned, device, monkeypatch, live, cols):
+    block, hidden, found = Mixture(draw, device), rows_of(draw, poisoned, live, 256), []
     for is_bulk in (True, False):
         monkeypatch.setattr(products, "has_bulk_copies", lambda device, is_bulk=is_bulk: is_bulk)
         found.append(hidden.clone())
-        block.run(found[-1], 12, 16, poisoned)
+        block.run(found[-1], live, cols, poisoned)
     assert torch.equal(*(rows.view(torch.int16) for rows in found))
 
 
-@pytest.mark.parametrize("cols", [1, 8, 16])
-def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, count, cols):
+@pytest.mark.parametrize(("cols", "is_bulk"), [(1, True), (8, True), (16, True), (1, False), (8, False)])
+def test_a_step_of_no_rows_writes_nothing(draw, poisoned, device, count, monkeypatch, cols, is_bulk):
+    if not is_bulk:
+        monkeypatch.setattr(products, "has_bulk_copies", lambda device: False)
     x, norm, weight = poisoned(MAX_ROWS, 512), draw(512) + 1, draw(40, 512)
     out, act = poisoned(MAX_ROWS, 40), poisoned(MAX_ROWS, 20)
     products.project(x, norm, weight, out, count(0), EPS, Launch(cols))
@@ -269,14 +273,14 @@ def test_a_lone_row_chooses_as_rows_beside_others_do(draw, poisoned, device, nor
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Run a MoE block and a projection of a shape on nothing; return each launch's bytes of shared memory."""
+    """Run a MoE block and a projection of a shape on nothing; return each kernel and its shared memory."""
 
     def run(d, e, f, top_k, cols):
         def empty(*size, of=torch.bfloat16):
             return torch.empty(size, dtype=of, device="meta")
 
         found = []
-        monkeypatch.setattr(products, "launch_kernel", lambda *args: found.append(args[3]))
+        monkeypatch.setattr(products, "launch_kernel", lambda *args: found.append((args[0], args[3])))
         mlp = SparseWeights(
             norm=empty(d),
             router_gate_up=empty(e + 2 * f, d),
@@ -311,10 +315,30 @@ def test_what_fits_keeps_to_the_shared_memory_of_a_card(launched, monkeypatch, r
         counts = set()
         for cols in (1, 8, 16):
             found = launched(*shape, cols)
-            assert all(size <= room for size in found), (shape, cols, found)
+            assert all(size <= room for _, size in found), (shape, cols, found)
             counts.add(len(found))
         assert len(counts) == 1
     assert len(launched(2048, 256, 512, 8, 16)) == (5 if room > 200_000 else 1 if has_bulk else 2)
+
+
+@pytest.mark.parametrize("has_bulk", [True, False])
+def test_experts_have_whole_units_on_their_way(launched, monkeypatch, has_bulk):
+    """On cards of any shared memory: a part of one would never be over."""
+    monkeypatch.setattr(products, "has_bulk_copies", lambda device: has_bulk)
+    rings = {}
+    for room, d, (f, top_k) in itertools.product(
+        range(60_000, 232_449, 6_000), range(256, 4097, 768), [(256, 2), (512, 8), (1024, 1)]
+    ):
+        monkeypatch.setattr(products, "shared_memory", lambda device, room=room: room)
+        for source, size in (pair for cols in (1, 8, 16) for pair in launched(d, 32, f, top_k, cols)):
+            constants = dict(source.constants)
+            assert not source.name.startswith("experts") or size <= room
+            if source.name == "experts_down":
+                rings[room, d, f, top_k] = constants["RING"] / (2 * f / products.THREADS)
+            elif source.name == "experts_up" and not has_bulk:
+                rings[room, d, f, top_k, "up"] = constants["RING"] / (d / products.THREADS)
+    assert len(rings) > 50
+    assert {case: ring for case, ring in rings.items() if ring < 1 or ring % 1} == {}
 
 
 @pytest.mark.parametrize("room", [232_448, 101_376])
