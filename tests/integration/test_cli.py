@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 
 from lean_laguna.backends.local import LocalBackend
-from lean_laguna.bench.results import read_result
 from lean_laguna.cli.drafts import harmless
 from lean_laguna.cli.main import main
 from support.checkpoints import write_tiny_drafter, write_tiny_target
@@ -119,7 +118,7 @@ def test_bench_measures_both_sides_and_writes_what_it_found(run, tmp_path):
     status, printed, _ = run(*words, "--json")
     line = json.loads(printed)
     assert status == 0
-    assert line == read_result(out)
+    assert line == json.loads(out.read_text())
     assert line["parity"]["num_mismatches"] == 0
     assert line["parity"]["control"] == {"identical": 2, "near-tie": 0, "mismatch": 0}
     assert line["engines"]["speculative"]["num_speculative_tokens"] == 7

@@ -74,6 +74,11 @@ def attention(q, keys, values, q_positions, *, window, causal_until=None):
     return torch.einsum("hts,shp->thp", scores.softmax(-1), v).to(q.dtype)
 
 
+def encode_values(values, scale):
+    """Codes of keys or values in an FP8 cache: e4m3 of ``values / scale``, saturated."""
+    return (values.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
 class Scene:
     """Requests with a context already in the cache, and rows of raw q, k, v, gate to come."""
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from lean_laguna.bench.rounds import Plan
-from lean_laguna.core.errors import DataError
-from lean_laguna.core.files import parse_json
 from lean_laguna.core.memory import peak_rss_bytes
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
@@ -67,19 +64,3 @@ def changed_params(params: SamplingParams) -> dict[str, Any]:
         if value != getattr(default, field.name):
             shown[field.name] = list(value) if isinstance(value, tuple) else value
     return shown
-
-
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Read a result file back.
-
-    Raises:
-        DataError: The file is missing, not a result file, or of another schema version.
-    """
-    try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a result file: {error}") from None
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
-        raise DataError(f"{path}: not a result file of schema version {SCHEMA_VERSION}, found {version!r}")
-    return dict(content)

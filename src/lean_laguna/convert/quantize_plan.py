@@ -16,7 +16,6 @@ from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, Activations,
 
 DEFAULT_GROUP = 128
 SCHEMES = ("nvfp4", "fp8-block", "fp8-channel", "int8", "int4")
-KEEP = "keep"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _GATINGS: dict[Any, Gating] = {
     "none": "off",
     "off": "off",
 }
-_LAYER_TYPES = {
+_LAYER_TYPES: dict[str, LayerType] = {
     "full_attention": "full_attention",
     "global_attention": "full_attention",
     "sliding_attention": "sliding_attention",
@@ -243,7 +243,7 @@ class ConfigReader:
         for i, kind in enumerate(found):
             if not isinstance(kind, str) or kind not in _LAYER_TYPES:
                 raise self.fail(f"layer_types[{i}]", kind, "'full_attention' or 'sliding_attention'")
-        return tuple(_LAYER_TYPES[kind] for kind in found)  # type: ignore[misc]
+        return tuple(_LAYER_TYPES[kind] for kind in found)
 
     def window(self, layer_types: Sequence[str]) -> int:
         """Read the sliding window, needed where a layer slides."""

@@ -14,7 +14,7 @@ from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.loading import load_engine
 from lean_laguna.engine.sequence import RequestState
 from lean_laguna.engine.statistics import EngineStats
-from lean_laguna.models.chat_template import ChatTemplate
+from lean_laguna.models.chat_template import ChatTemplate, check_role_tokens
 from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.models.tokenizer import Tokenizer
 
@@ -84,10 +84,12 @@ class LLM:
         """The checkpoint's chat template.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is none, or its end of a turn is no token.
         """
         if self._chat_template is None:
-            self._chat_template = ChatTemplate.from_dir(self.folder)
+            template = ChatTemplate.from_dir(self.folder)
+            check_role_tokens(template, self.tokenizer, str(self.folder))
+            self._chat_template = template
         return self._chat_template
 
     def default_sampling_params(self) -> SamplingParams:

@@ -285,7 +285,7 @@ class DFlashDrafter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDrafter:
         # Moving or casting gives every parameter a storage of its own.
         self.unpack()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def _draft_layers(self) -> list[DFlashLayer]:

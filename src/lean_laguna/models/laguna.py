@@ -296,7 +296,7 @@ class LagunaForCausalLM(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LagunaForCausalLM:
         # Moving or casting gives every parameter a storage of its own.
         self.unpack()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         return self

@@ -278,11 +278,11 @@ def spellings(module: str) -> tuple[str, ...]:
 def _as_spelt(scheme: WeightScheme, parts: Mapping[str, str]) -> WeightScheme:
     """Return a scheme with the spelling of the tensors that are there."""
     if scheme.number == "fp4" and ("weight_scale_2" in parts or "weight_global_scale" in parts):
-        spelling = "modelopt" if "weight_scale_2" in parts else "compressed-tensors"
-        return dataclasses.replace(scheme, spelling=spelling)  # type: ignore[arg-type]
+        is_modelopt = "weight_scale_2" in parts
+        return dataclasses.replace(scheme, spelling="modelopt" if is_modelopt else "compressed-tensors")
     if scheme.number == "fp8" and ("weight_scale_inv" in parts or "weight_scale" in parts):
-        spelling = "fp8" if "weight_scale_inv" in parts else "compressed-tensors"
-        return dataclasses.replace(scheme, spelling=spelling)  # type: ignore[arg-type]
+        is_inverse = "weight_scale_inv" in parts
+        return dataclasses.replace(scheme, spelling="fp8" if is_inverse else "compressed-tensors")
     return scheme
 
 

@@ -226,8 +226,8 @@ def _plain_fp8(given: Mapping[str, Any], where: str) -> QuantizationConfig:
     if block is not None and not is_block:
         raise ConfigError(f"{where}: 'weight_block_size' must be two whole numbers, found {block!r}")
     scheme = FP8_TENSOR
-    if is_block:
-        scheme = dataclasses.replace(FP8_BLOCK, block=(block[0], block[1]), spelling="fp8")  # type: ignore[index]
+    if block is not None:
+        scheme = dataclasses.replace(FP8_BLOCK, block=(block[0], block[1]), spelling="fp8")
     is_static = given.get("activation_scheme") == "static"
     scheme = dataclasses.replace(scheme, activations="static" if is_static else "dynamic")
     ignored = given.get("ignored_layers") or given.get("modules_to_not_convert")

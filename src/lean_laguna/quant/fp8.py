@@ -30,13 +30,3 @@ def encode(weight: Tensor, scheme: WeightScheme, scratch: Scratch | None = None)
     values = quotients(weight, scales, scheme, scratch).add_(0.0)
     codes = values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes, scales.reshape(scheme.scale_shape(*weight.shape))
-
-
-def encode_values(values: Tensor, scale: Tensor) -> Tensor:
-    """Return keys or values as an FP8 cache keeps them: e4m3 of ``values / scale``, saturated.
-
-    Args:
-        values: Of any shape.
-        scale: The layer's ``k_scale`` or ``v_scale``.
-    """
-    return (values.float() / scale.float()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

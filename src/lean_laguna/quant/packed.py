@@ -19,11 +19,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lean_laguna.kernels.linear import linear
 from lean_laguna.quant import integer, nvfp4
 from lean_laguna.quant.lane_order import Order, restored
 from lean_laguna.quant.scaling import tile_size
@@ -76,13 +76,13 @@ class PackedWeight:
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """Return the same weight on a device."""
-        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     def expert(self, index: int) -> PackedWeight:
         """Return one expert of a bank, as a view."""
-        part = {name: tensor[index] for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, shape=self.shape[1:], **part)  # type: ignore[arg-type]
+        part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, shape=self.shape[1:], **part)
 
     def row_scales(self) -> Tensor:
         """Return the factor of each row and tile of columns, [N, C] float32; of one linear, not of a bank."""
@@ -189,9 +189,9 @@ def split_rows(joint: PackedWeight) -> list[PackedWeight]:
             "zero_points": (..., slice(scale_rows, scale_rows + tall), slice(None)),
             "global_scales": (..., slice(i, i + 1)),
         }
-        own = {name: tensor[places[name]] for name, tensor in joint.tensors().items()}
+        own: dict[str, Any] = {name: tensor[places[name]] for name, tensor in joint.tensors().items()}
         shape = (*joint.shape[:-2], height, joint.shape[-1])
-        linears.append(PackedWeight(joint.scheme, shape, order=joint.order, **own))  # type: ignore[arg-type]
+        linears.append(PackedWeight(joint.scheme, shape, order=joint.order, **own))
         rows, scale_rows = rows + height, scale_rows + tall
     return linears
 
@@ -208,11 +208,3 @@ def bank(experts: Sequence[PackedWeight]) -> PackedWeight:
     joined = {name: torch.stack([getattr(e, name) for e in experts]) for name in first.tensors()}
     shape = (len(experts), *first.shape)
     return PackedWeight(first.scheme, shape, heights=first.heights, order=first.order, **joined)
-
-
-def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Multiply rows [T, K] by a packed weight [N, K] to [T, N]: the reference for kernels.
-
-    The product is that of the decoded weight in the dtype of ``x``; on a CPU, row-invariant.
-    """
-    return linear(x, weight.decode(x.dtype))

@@ -158,10 +158,6 @@ class WeightScheme:
             if name.startswith("weight") and name != "weight_shape"
         )
 
-    def bytes_per_weight(self, rows: int, columns: int, scale_dtype: str = "BF16") -> float:
-        """Bytes read per weight of a linear [rows, columns], scales included."""
-        return self.read_bytes(rows, columns, scale_dtype) / (rows * columns)
-
     @property
     def name(self) -> str:
         """A short name for people, such as ``NVFP4`` or ``INT4 group 128``."""

@@ -15,7 +15,7 @@ from lean_laguna.engine.llm import LLM
 from lean_laguna.models.chat_template import ChatTemplate
 from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.server.bodies import decode_object, parse, read_body, with_query
+from lean_laguna.server.bodies import IGNORED_HEADER, decode_object, parse, read_body, with_query
 from lean_laguna.server.engine_thread import EngineThread
 from lean_laguna.server.errors import ApiError, bad_request, context_length_error
 from lean_laguna.server.metrics import Metrics
@@ -101,7 +101,7 @@ class Service:
         raw = await read_body(request, self.config.max_request_bytes) or b"{}"
         fields, ignored = parse(with_query(decode_object(raw), request, schema), schema, self.config)
         self.check_model(getattr(fields, "model", None))
-        return fields, {"x-lean-laguna-ignored": ",".join(ignored)} if ignored else {}
+        return fields, {IGNORED_HEADER: ",".join(ignored)} if ignored else {}
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name.

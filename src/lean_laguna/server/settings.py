@@ -9,9 +9,6 @@ from typing import Any, Literal
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 UnknownFields = Literal["refuse", "ignore"]
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
-
 
 @dataclass(frozen=True)
 class ServerConfig:

@@ -68,21 +68,6 @@ def grammar_text(structured: StructuredOutputs) -> str:
         raise RequestError(f"{PARAM}.grammar cannot be read: {error}", param=PARAM) from None
 
 
-def check_structured_outputs(structured: StructuredOutputs) -> None:
-    """Refuse a constraint that cannot be followed, without a model at hand.
-
-    Raises:
-        RequestError: It is not valid.
-        MissingDependencyError: llguidance is not installed.
-    """
-    text = grammar_text(structured)
-    from llguidance import LLMatcher
-
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text)
-    if is_wrong:
-        raise RequestError(f"{PARAM} cannot be followed: {messages[0].strip()}", param=PARAM)
-
-
 class GrammarCompiler:
     """Makes matchers over one tokenizer; owned by the engine, which asks from one thread."""
 

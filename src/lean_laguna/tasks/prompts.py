@@ -8,7 +8,7 @@ the line break.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -85,11 +85,6 @@ def load_prompts(name: str) -> PromptSet:
     if path.suffix == ".jsonl":
         return PromptSet(str(path), _parse_lines(text, str(path)))
     return PromptSet(str(path), (Prompt(path.name, "", text),))
-
-
-def to_jsonl(prompts: PromptSet) -> str:
-    """Return the set in the form that ``load_prompts`` reads."""
-    return "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in prompts.prompts)
 
 
 def _parse_lines(text: str, where: str) -> tuple[Prompt, ...]:

@@ -57,11 +57,6 @@ def states_of(features: Tensor, target: LagunaForCausalLM) -> TargetStates:
     return TargetStates(features[..., :-1, :].to(kind), last.to(kind))
 
 
-def bytes_needed(packed: Packed, num_taps: int, hidden_size: int) -> int:
-    """Return how many bytes a cache of all rows takes."""
-    return packed.tokens.numel() * (num_taps + 1) * hidden_size * 2
-
-
 @dataclass(frozen=True)
 class FeatureCache:
     """Rows of features on disk.

@@ -261,7 +261,7 @@ def build_recipe(kind: type[R], raw: dict[str, Any], where: str) -> R:
         ConfigError: As for :func:`load_recipe`.
     """
     hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]  # R is a dataclass
     reject_unknown(raw, fields, where)
     values: dict[str, Any] = {}
     for name, field in fields.items():

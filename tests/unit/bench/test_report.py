@@ -7,10 +7,9 @@ from rich.console import Console
 from lean_laguna.bench.ab import run_ab
 from lean_laguna.bench.parity import run_parity
 from lean_laguna.bench.report import ab_report, heading, parity_report, sweep_report, sweep_svg, to_html
-from lean_laguna.bench.results import describe, read_result
+from lean_laguna.bench.results import describe
 from lean_laguna.bench.rounds import Plan
 from lean_laguna.bench.sweep import run_sweep
-from lean_laguna.core.errors import DataError
 from lean_laguna.core.files import atomic_write_json
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.tasks.prompts import Prompt, PromptSet
@@ -29,7 +28,7 @@ def sides(ids=IDS):
 
 def through_a_file(tmp_path, content):
     atomic_write_json(tmp_path / "r.json", content)
-    return read_result(tmp_path / "r.json")
+    return json.loads((tmp_path / "r.json").read_text())
 
 
 @pytest.fixture
@@ -140,13 +139,6 @@ def test_the_page_is_static_escaped_and_complete(ab, sweep, parity):
     assert re.search(r"drafter\s+\(3\.33 to 3\.33 over the repeats\)", page)
     ab["speedup"]["values"] = ab["speedup"]["values"][:1]
     assert "over the repeats" not in to_html(ab)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 99}'])
-def test_a_file_that_is_no_result_is_refused(tmp_path, content):
-    (tmp_path / "r.json").write_text(content)
-    with pytest.raises(DataError, match=r"r\.json: not a result file"):
-        read_result(tmp_path / "r.json")
 
 
 def test_a_result_holds_no_infinity(ab):

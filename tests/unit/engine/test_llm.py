@@ -236,9 +236,17 @@ def test_a_draft_length_that_is_no_count_is_refused(llm, length):
 
 @pytest.mark.parametrize("messages", [5, None, "hi", [5]])
 def test_what_are_no_messages_is_refused(llm, messages):
-    (llm.folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     with pytest.raises(RequestError, match="must be a list"):
         llm.chat(messages, PARAMS)
+
+
+def test_a_chat_that_could_never_end_a_turn_is_refused(tmp_path):
+    folder = write_tiny_target(tmp_path)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("</assistant>", "</somebody>"))
+    llm = LLM(str(folder), **SMALL)
+    with pytest.raises(CheckpointError, match="</assistant>, which is not a token"):
+        llm.chat([{"role": "user", "content": "hi"}], PARAMS)
 
 
 @pytest.mark.parametrize("num_bytes", [10**15, 10**30])

@@ -14,7 +14,7 @@ ROWS, COLUMNS = 512, 2048
 
 def test_nvfp4_takes_four_and_a_half_bits_and_a_global_scale() -> None:
     assert NVFP4.stored_bytes(ROWS, COLUMNS) == ROWS * COLUMNS // 2 + ROWS * COLUMNS // 16 + 4
-    assert NVFP4.bytes_per_weight(ROWS, COLUMNS) == pytest.approx(4.5 / 8, rel=1e-4)
+    assert NVFP4.read_bytes(ROWS, COLUMNS) / (ROWS * COLUMNS) == pytest.approx(4.5 / 8, rel=1e-4)
 
 
 def test_fp8_block_scales_cover_ragged_edges() -> None:

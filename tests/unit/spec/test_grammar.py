@@ -11,7 +11,7 @@ from llguidance import LLParserLimits
 from lean_laguna.core.errors import MissingDependencyError, RequestError
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.spec.grammar import GrammarCompiler, check_structured_outputs
+from lean_laguna.spec.grammar import GrammarCompiler, grammar_text
 from lean_laguna.spec.thinking import ThinkTags
 from support.tokenizers import byte_level_json
 
@@ -205,10 +205,9 @@ def test_every_kind_of_constraint_is_followed(tokenizer, compiler, structured, t
 )
 def test_what_cannot_be_followed_is_refused_before_any_token(compiler, structured):
     structured = StructuredOutputs.from_dict(structured)
-    for check in (check_structured_outputs, lambda given: compiler.constraint(given, [], None)):
-        with pytest.raises(RequestError, match="structured_outputs") as refused:
-            check(structured)
-        assert refused.value.param == "structured_outputs"
+    with pytest.raises(RequestError, match="structured_outputs") as refused:
+        compiler.constraint(structured, [], None)
+    assert refused.value.param == "structured_outputs"
 
 
 def test_a_grammar_that_is_given_up_on_ends_as_a_failure_with_and_without_drafts(tokenizer):
@@ -240,7 +239,7 @@ def test_a_grammar_that_is_given_up_on_ends_as_a_failure_with_and_without_drafts
 def test_a_missing_package_is_named_with_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'lean-laguna\[structured\]'"):
-        check_structured_outputs(StructuredOutputs(regex="a"))
+        grammar_text(StructuredOutputs(regex="a"))
 
 
 def test_a_matcher_is_made_once_and_shared_by_no_two_completions(compiler):

@@ -1,10 +1,11 @@
 import ast
+import dataclasses
 import json
 
 import pytest
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.tasks.prompts import load_prompts, to_jsonl
+from lean_laguna.tasks.prompts import load_prompts
 
 
 def test_the_mixed_set_runs_from_easy_to_hard():
@@ -37,7 +38,8 @@ def test_a_selection_is_spread_over_the_difficulties_and_has_its_own_hash():
 
 def test_a_set_survives_being_written_and_read(tmp_path):
     whole = load_prompts("mixed")
-    (tmp_path / "p.jsonl").write_text(to_jsonl(whole))
+    lines = [json.dumps(dataclasses.asdict(prompt)) for prompt in whole.prompts]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
     again = load_prompts(str(tmp_path / "p.jsonl"))
     assert again.prompts == whole.prompts
     assert again.sha256 == whole.sha256

@@ -6,7 +6,6 @@ Nothing here may depend on the number of live rows: it is read on the device, by
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,7 +125,3 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-Kernel = Callable[..., Any]
-"""A Triton kernel, launched as ``kernel[grid](...)``; Triton has no types."""

@@ -5,7 +5,6 @@ Prepared once at load. A ``Weight`` is packed or plain; embeddings, norms and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -166,56 +165,3 @@ def rotary_tables(inv_freq: Tensor, max_len: int, scale: float, dtype: torch.dty
     """
     angle = torch.arange(max_len, device=inv_freq.device, dtype=torch.float32)[:, None] * inv_freq[None, :]
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
-
-
-def attention_weights(state: Mapping[str, Tensor], prefix: str, shape: AttentionShape) -> AttentionWeights:
-    """Lay out one layer's attention from Hugging Face's names, ``prefix`` ending in the layer's dot."""
-    own = f"{prefix}self_attn."
-    names = ["q_proj", "k_proj", "v_proj"] + ["g_proj"] * shape.has_gate
-    if f"{own}qkv_proj.weight" in state:
-        names = ["qkv_proj"] + ["g_proj"] * shape.has_gate
-    qkv = torch.cat([state[f"{own}{name}.weight"] for name in names])
-    input_norm = state[f"{prefix}input_layernorm.weight"]
-    q_norm, k_norm = (
-        state[f"{own}{n}_norm.weight"] if shape.has_qk_norm else input_norm[: shape.head_dim] for n in "qk"
-    )
-    return AttentionWeights(shape, input_norm, qkv, q_norm, k_norm, state[f"{own}o_proj.weight"].contiguous())
-
-
-def dense_weights(state: Mapping[str, Tensor], prefix: str) -> DenseWeights:
-    """Lay out one layer's dense MLP."""
-    gate_up = torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    return DenseWeights(
-        state[f"{prefix}post_attention_layernorm.weight"],
-        gate_up,
-        state[f"{prefix}mlp.down_proj.weight"].contiguous(),
-    )
-
-
-def sparse_weights(
-    state: Mapping[str, Tensor], prefix: str, *, top_k: int, scaling: float, softcap: float, norm_topk: bool
-) -> SparseWeights:
-    """Lay out one layer's MoE block; expert banks are taken as they are, fused and contiguous."""
-    shared = next(
-        name
-        for name in ("shared_experts", "shared_expert")
-        if f"{prefix}mlp.{name}.down_proj.weight" in state
-    )
-    bias_name = next(
-        name
-        for name in ("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
-        if f"{prefix}{name}" in state
-    )
-    gate_up = [state[f"{prefix}mlp.{shared}.{name}_proj.weight"] for name in ("gate", "up")]
-    return SparseWeights(
-        norm=state[f"{prefix}post_attention_layernorm.weight"],
-        router_gate_up=torch.cat([state[f"{prefix}mlp.gate.weight"], *gate_up]),
-        bias=state[f"{prefix}{bias_name}"].float().contiguous(),
-        gate_up=state[f"{prefix}mlp.experts.gate_up_proj"].contiguous(),
-        down=state[f"{prefix}mlp.experts.down_proj"].contiguous(),
-        shared_down=state[f"{prefix}mlp.{shared}.down_proj.weight"].contiguous(),
-        top_k=top_k,
-        scaling=scaling,
-        softcap=softcap,
-        norm_topk=norm_topk,
-    )

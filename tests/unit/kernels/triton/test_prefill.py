@@ -1,5 +1,6 @@
 """Prefill equals the plain model chunk by chunk, decode goes on from it, and a chunk's bits are its own."""
 
+import copy
 import dataclasses
 import math
 import shutil
@@ -13,23 +14,14 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from tests.support.targets import PagedRun, laguna_json, random_ids, random_target
 
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.engine.gpu_weights import target_weights
 from lean_laguna.kernels.triton import prefill, prefill_scratch
-from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.launch import Launch, Tile
 from lean_laguna.kernels.triton.prefill import PrefillStep
 from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.step import Caches, Inputs, Scratch, TargetStep
 from lean_laguna.kernels.triton.tiles import Tiles
-from lean_laguna.kernels.triton.weights import (
-    LayerWeights,
-    TargetWeights,
-    attention_weights,
-    dense_weights,
-    rotary_tables,
-    sparse_weights,
-)
-from lean_laguna.models.rope import inverse_frequencies
 
 CHUNK, LENGTH, PAGE = 16, 37, 4
 SHORT = 21
@@ -38,40 +30,6 @@ EXPERTS = ExpertTile(32, 16, 32, 16, 4, 4, 2, 2, halves=True)
 TILES = PrefillTiles(full=SMALL, sliding=SMALL, experts=EXPERTS)
 TAPS = (0, 2)
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def kernel_weights(target, dtype, device):
-    """A target's weights as the kernels take them."""
-    config, layers = target.config, []
-    state = {name: tensor.to(device, dtype) for name, tensor in target.state_dict().items()}
-    for i, kind in enumerate(config.layer_types):
-        rope, prefix = config.rope(kind), f"model.layers.{i}."
-        shape = AttentionShape(
-            num_heads=config.num_attention_heads_per_layer[i],
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=rope.rotary_dim(config.head_dim),
-            window=config.sliding_window if kind == SLIDING else 0,
-            has_gate=config.gating[i] == "per-head",
-        )
-        tables = rotary_tables(
-            inverse_frequencies(rope, config.head_dim).to(device), 512, rope.attention_scaling, dtype
-        )
-        if config.mlp_layer_types[i] == "dense":
-            mlp = dense_weights(state, prefix)
-        else:
-            mlp = sparse_weights(
-                state,
-                prefix,
-                top_k=config.num_experts_per_tok,
-                scaling=config.moe_routed_scaling_factor,
-                softcap=config.router_logit_softcapping,
-                norm_topk=config.norm_topk_prob,
-            )
-        layers.append(LayerWeights(attention_weights(state, prefix, shape), mlp, tables))
-    head = state["lm_head.weight"]
-    embed = state["model.embed_tokens.weight"]
-    return TargetWeights(embed, tuple(layers), state["model.norm.weight"], head, config.rms_norm_eps)
 
 
 class Scene:
@@ -88,7 +46,7 @@ class Scene:
         }
         given = laguna_json(**(layers | changes))
         self.target = random_target(LagunaConfig.from_dict(given)).to(dtype).float()
-        self.weights = kernel_weights(self.target, dtype, device)
+        self.weights = target_weights(copy.deepcopy(self.target).to(device, dtype), 512)
         self.ids = random_ids(LENGTH, 3)
 
     def step(self, seed=0, garbage=float("nan"), rows=CHUNK):
