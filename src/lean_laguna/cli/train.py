@@ -128,10 +128,12 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse an unknown stage, options of another stage, and two kinds of budget."""
     if args.stage not in STAGES:
-        hint = nearest(args.stage, STAGES) if args.stage else f"; one of {', '.join(STAGES)}"
+        hint = (
+            f" found '{args.stage}'{nearest(args.stage, STAGES)}" if args.stage else f" {', '.join(STAGES)}"
+        )
         if args.stage == "tokenizer":
-            hint = "; the tokenizer is learnt by: lean-laguna train corpus"
-        raise ConfigError(f"train what? found {args.stage!r}{hint} (see: lean-laguna train --help)")
+            hint = " the tokenizer is learnt by: lean-laguna train corpus"
+        raise ConfigError(f"train what?{hint} (see: lean-laguna train --help)")
     for name in sorted(set().union(*STAGES.values()) - STAGES[args.stage]):
         if getattr(args, name) is not None:
             flag = f"--{name.replace('_', '-')}"

@@ -6,6 +6,9 @@ is already in the local cache (``owner/name`` or ``owner/name@revision``).
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ Role = Literal["target", "drafter"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_MODEL = "nano"
 _LONGEST_NAME = 1024
+_MOST_LOOKED_AT = 1000
 _REPO_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -82,11 +86,22 @@ def resolve_model(name: str | os.PathLike[str]) -> Path:
     if match and not text.startswith((".", "/", "~")):
         return _cached_repository(match["owner"], match["name"], match["revision"])
     if os.sep in text:
-        raise CheckpointError(f"{path}: no such folder")
+        raise CheckpointError(f"{path}: no such folder{_close_folder(path)}")
+    hint = _close_folder(path) or nearest(text, BUILT_IN)
     raise CheckpointError(
-        f"unknown model '{text}'{nearest(text, BUILT_IN)} (a model is a built-in name, a checkpoint folder, "
+        f"unknown model '{text}'{hint} (a model is a built-in name, a checkpoint folder, "
         "or the id of a downloaded repository such as poolside/Laguna-XS.2)"
     )
+
+
+def _close_folder(path: Path) -> str:
+    """Return a hint that names a checkpoint folder beside ``path`` of almost its name; "" for none."""
+    beside = []
+    with contextlib.suppress(OSError):
+        folders = itertools.islice(path.parent.iterdir(), _MOST_LOOKED_AT)
+        beside = [folder.name for folder in folders if (folder / "config.json").is_file()]
+    close = difflib.get_close_matches(path.name, sorted(beside), n=1, cutoff=0.6)
+    return f"; did you mean '{path.parent / close[0]}'?" if close else ""
 
 
 def default_drafter(name: str) -> str | None:
@@ -113,7 +128,8 @@ def _cached_repository(owner: str, name: str, revision: str | None) -> Path:
     label = f"{owner}/{name}" + (f"@{revision}" if revision else "")
     if not snapshot.is_dir():
         raise CheckpointError(
-            f"model '{label}' is neither a folder here nor in {cache}; nothing is downloaded unasked. "
+            f"model '{label}' is neither a folder here nor in {cache}"
+            f"{_close_folder(Path(owner, name)) or '; nothing is downloaded unasked.'} "
             f"To fetch it, run: {command}"
         )
     if not (snapshot / "config.json").is_file() or not any(snapshot.glob("*.safetensors")):

@@ -95,3 +95,14 @@ def test_published_targets_know_their_drafter():
 def test_a_name_that_no_file_can_have_is_refused(name):
     with pytest.raises(CheckpointError, match="no model has the name"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("typed", ["{}/my-nvfp5", "my-nvfp5", "./my-nvfp5", "sub/my-nvfp5"])
+def test_a_folder_of_almost_the_name_is_pointed_at(typed, tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "my-nvfp4", tmp_path / "sub" / "my-nvfp4", tmp_path / "my-nvfp55"):
+        folder.mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "sub"):  # the third is no checkpoint
+        (folder / "my-nvfp4" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"; did you mean '.*my-nvfp4'\?"):
+        resolve_model(typed.format(tmp_path))
