@@ -140,8 +140,11 @@ def usage(code: bytes) -> tuple[int, int, int]:
     return registers, stack, shared
 
 
-def models(card: Card, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def models(card: Card, shapes: Sequence[str], *, is_quick: bool) -> Iterator[dict[str, Any]]:
     """Return the engines to be made for a card: all of them for one card of a family."""
+    if is_quick:
+        yield ALL | {"shape": shapes[0]} | BASIC[0]
+        return
     is_first = card.architecture in FAMILIES
     other_kernels = ON_TRITON if card.capability >= (9, 0) else ON_CUDA
     for own in (*BASIC, *other_kernels, *(OTHERS if is_first else ())):
@@ -149,11 +152,11 @@ def models(card: Card, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield ALL | {"shape": shape} | own
 
 
-def note(card: Card, shapes: Sequence[str]) -> tuple[list[Launched], list[dict[str, Any]]]:
+def note(card: Card, shapes: Sequence[str], *, is_quick: bool) -> tuple[list[Launched], list[dict[str, Any]]]:
     """Return the different launches of all engines on a card, and what each engine says of itself."""
     launches: dict[tuple[str, ...], Launched] = {}
     engines = []
-    for model in models(card, shapes):
+    for model in models(card, shapes, is_quick=is_quick):
         try:
             noted = launches_of(card, **model)
         except LeanLagunaError as error:
@@ -201,25 +204,26 @@ def build_each(launches: Sequence[Launched], card: Card, workers: int, until: fl
 
 
 def build_for(
-    architecture: int, shapes: Sequence[str], only: str, workers: int, until: float
+    architecture: int, args: argparse.Namespace, workers: int, until: float
 ) -> tuple[list[dict[str, Any]], list[Built | None]]:
     """Build for one architecture; return what its engines are, and its kernels.
 
     Args:
         architecture: 90 for sm_90.
-        shapes: Of targets.
-        only: What a kernel's name contains.
+        args: From ``parse``.
         workers: Processes.
         until: Time after which no kernel is begun.
     """
-    launches, engines = note(CARDS[architecture], shapes)
+    card = CARDS[architecture]
+    launches, engines = note(card, args.shapes.split(","), is_quick=args.quick)
     has_compiler = has_nvrtc()
     wanted = [
         launch
         for launch in launches
-        if only in launch.name and (has_compiler or not isinstance(launch, CudaLaunch))
+        if any(part in launch.name for part in args.only.split(","))
+        and (has_compiler or not isinstance(launch, CudaLaunch))
     ]
-    return engines, build_each(wanted, CARDS[architecture], workers, until)
+    return engines, build_each(wanted, card, workers, until)
 
 
 def summary(
@@ -274,7 +278,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the result as one line, last")
     parser.add_argument("--architectures", default=",".join(map(str, CARDS)), help="such as 86,120")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", default="", help="such as norm,project.cu: kernels so named")
+    parser.add_argument("--quick", action="store_true", help="one engine a card: BF16 and a DFlash drafter")
     parser.add_argument("--each", action="store_true", help="keep a line for every kernel in the file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that build")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; then no more are begun")
@@ -287,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = time.time() + args.budget
     architectures = [int(name) for name in args.architectures.split(",")]
     side_by_side = min(args.workers, len(architectures))
-    options = args.shapes.split(","), args.only, -(-args.workers // side_by_side), until
+    options = args, -(-args.workers // side_by_side), until
     with ProcessPoolExecutor(side_by_side, multiprocessing.get_context("fork")) as pool:
         done = pool.map(build_for, architectures, *([option] * len(architectures) for option in options))
         rows = {
