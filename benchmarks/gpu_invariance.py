@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +22,6 @@ import torch
 from gpu_step import Bench, Run
 from random_model import LEGAL
 
-from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import attention as cuda_attention
 from lean_laguna.kernels.cuda import products
 from lean_laguna.kernels.cuda.compiler import compiled
@@ -365,10 +362,7 @@ class Invariance(Bench):
         return [*(round(us * scale, 1) for us in times), free]
 
     def show(self, out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self.found["seconds"] = round(time.monotonic() - self.begin, 1)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gpu_invariance.json").write_text(json.dumps(self.found, indent=1, default=str))
+        self.write(out / "gpu_invariance.json")
         for name, cases in (self.found.get("times") or {}).items():
             for what, entry in cases.items():
                 print(f"{name:15} {what:42} {entry}")
@@ -387,7 +381,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a toy shape on the CPU")
     args = parser.parse_args()
     bench = Invariance(args)
-    bench.found |= describe_run(None) | {"synthetic": True, "context": bench.context}
+    bench.found |= {"synthetic": True, "context": bench.context}
     bench.phase("build", bench.build)
     bench.phase("times", bench.times)
     bench.phase("cost", bench.cost, 0)

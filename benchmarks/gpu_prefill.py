@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from phases import Phases, Run
 from random_model import TINY, XS, Maker
 from torch import Tensor
+from twins import linear, rms_norm, rotate
+from twins import silu_and_mul as gated
 
-from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.cuda import driver
 from lean_laguna.kernels.cuda.prompt_attention import attend_block, has_warpgroups
 from lean_laguna.kernels.triton.launch import cdiv
@@ -38,29 +38,6 @@ from lean_laguna.kernels.triton.prefill_scratch import PrefillScratch
 from lean_laguna.kernels.triton.prefill_sort import sort_by_expert
 from lean_laguna.kernels.triton.prefill_tiles import AttentionTile, ExpertTile, PrefillTiles
 from lean_laguna.kernels.triton.weights import LayerWeights, SparseWeights
-
-Run = Callable[[], Any]
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return (x.float() @ weight.float().T).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    c, s = cos[:, None], sin[:, None]
-    return torch.cat((a * c + -b * s, b * c + a * s, rest), -1)
-
-
-def gated(both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def plain_layer(layer: LayerWeights, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,13 +76,12 @@ def plain_layer(layer: LayerWeights, h: Tensor) -> tuple[Tensor, Tensor]:
     return h + y, k
 
 
-class Bench:
-    """The model, its buffers, the clock, and what has been found out so far."""
+class Bench(Phases):
+    """The model, its buffers, and what is measured."""
 
     def __init__(self, args: argparse.Namespace):
-        self.begin, self.budget_s, self.tiny = time.monotonic(), args.budget, args.tiny
-        self.found: dict[str, Any] = {"errors": {}, **describe_run(None)}
-        self.device, self.dtype = ("cpu", torch.float32) if args.tiny else ("cuda", torch.bfloat16)
+        super().__init__(args)
+        self.dtype = torch.float32 if args.tiny else torch.bfloat16
         self.shape = TINY if args.tiny else XS
         self.chunks = (16, 32) if args.tiny else tuple(map(int, args.chunks.split(",")))
         self.lengths = (20, 40) if args.tiny else (256, 2048, 32768)
@@ -115,9 +91,6 @@ class Bench:
         if not args.tiny and has_warpgroups(torch.device("cuda")):
             self.own = {"attend_block": attend_block}
         self.tiles = PrefillTiles(small, small, few) if args.tiny else PrefillTiles()
-
-    def left(self) -> float:
-        return self.budget_s - (time.monotonic() - self.begin)
 
     def build(self) -> None:
         torch.manual_seed(1)
@@ -141,10 +114,6 @@ class Bench:
 
     def count(self, n: int) -> Tensor:
         return torch.tensor([n], dtype=torch.int32, device=self.device)
-
-    def sync(self) -> None:
-        if not self.tiny:
-            torch.cuda.synchronize()
 
     def step(self, rows: int, tiles: PrefillTiles | None = None) -> PrefillStep:
         s = self.scratch
@@ -187,16 +156,6 @@ class Bench:
         driver.compile_ahead(sources, torch.device("cuda"))
         print(f"compiled in {time.monotonic() - before:.1f} s ({len(runs)} runs)", flush=True)
 
-    def graph(self, run: Run) -> Run:
-        if self.tiny:
-            return run
-        run()
-        self.sync()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        return captured.replay
-
     def time_ms(self, run: Run, repeats: int = 7) -> float:
         """Return the median time of one run."""
         run()
@@ -210,18 +169,6 @@ class Bench:
         self.sync()
         times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
         return times[len(times) // 2]
-
-    def phase(self, name: str, body: Callable[[], Any], needs_s: float = 5.0) -> None:
-        if self.left() < needs_s:
-            self.found["errors"][name] = "skipped: out of time"
-            return
-        before = time.monotonic()
-        try:
-            self.found[name] = body()
-        except Exception:
-            self.found["errors"][name] = traceback.format_exc()
-            print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
-        print(f"-- {name}: {time.monotonic() - before:.1f} s", flush=True)
 
     # --- correctness
 
@@ -600,9 +547,7 @@ class Bench:
 
     def report(self, out: Path) -> None:
         found = self.found
-        found["seconds"] = round(time.monotonic() - self.begin, 1)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gpu_prefill.json").write_text(json.dumps(found, indent=1, default=str))
+        self.write(out / "gpu_prefill.json")
         for row in found.get("attention") or []:
             print(row)
         for row in found.get("experts") or []:

@@ -12,10 +12,8 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
-import json
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +22,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from phases import Phases, Run
 from random_model import TINY, XS, Maker
 
-from lean_laguna.core.provenance import describe_run
 from lean_laguna.kernels.triton import step as step_module
 from lean_laguna.kernels.triton.accept import Requests, accept
 from lean_laguna.kernels.triton.attention import attend
@@ -39,8 +37,6 @@ from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.step import Inputs, Scratch, TargetStep, rows_of
 from lean_laguna.kernels.triton.tiles import Tiles
 
-Run = Callable[[], None]
-
 
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
@@ -51,17 +47,13 @@ def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-class Bench:
-    """The model, its buffers, the clock, and what has been found out so far."""
+class Bench(Phases):
+    """The model, its buffers, and what is measured."""
 
     def __init__(self, args: argparse.Namespace):
-        self.begin = time.monotonic()
+        super().__init__(args)
         self.chosen_programs = 528
-        self.budget_s: float = args.budget
-        self.tiny: bool = args.tiny
-        self.found: dict[str, Any] = {"errors": {}, **describe_run(None)}
         self.shape = TINY if args.tiny else XS
-        self.device = "cpu" if args.tiny else "cuda"
         self.dtype = torch.float32 if args.tiny else torch.bfloat16
         self.context = 40 if args.tiny else 2048
         self.long = 100 if args.tiny else 32768
@@ -70,9 +62,6 @@ class Bench:
             if args.tiny
             else Tiles()
         )
-
-    def left(self) -> float:
-        return self.budget_s - (time.monotonic() - self.begin)
 
     def build(self) -> None:
         s = self.shape
@@ -104,10 +93,6 @@ class Bench:
         self.taps = torch.zeros(MAX_ROWS, len(s.taps), s.hidden, dtype=self.dtype, device=self.device)
         self.features = Features.allocate(self.drafter)
         self.sync()
-
-    def sync(self) -> None:
-        if not self.tiny:
-            torch.cuda.synchronize()
 
     def place(self, counts: list[int], first: list[int], *, requests: list[int] | None = None) -> None:
         """Lay out ``counts[r]`` rows of request r from position ``first[r]``; tokens follow the position."""
@@ -178,16 +163,6 @@ class Bench:
             JITFunction.run = launch
         print(f"compiled in {time.monotonic() - before:.1f} s ({len(runs)} runs)", flush=True)
 
-    def graph(self, run: Run) -> Run:
-        if self.tiny:
-            return run
-        run()
-        self.sync()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        return captured.replay
-
     def time_us(self, replay: Run, repeats: int = 20) -> float:
         """Return the median time of one replay."""
         if self.tiny:
@@ -203,18 +178,6 @@ class Bench:
         self.sync()
         times = sorted(a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events))
         return times[len(times) // 2]
-
-    def phase(self, name: str, body: Callable[[], Any], needs_s: float = 5.0) -> None:
-        if self.left() < needs_s:
-            self.found["errors"][name] = "skipped: out of time"
-            return
-        before = time.monotonic()
-        try:
-            self.found[name] = body()
-        except Exception:
-            self.found["errors"][name] = traceback.format_exc()
-            print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
-        print(f"-- {name}: {time.monotonic() - before:.1f} s", flush=True)
 
     # --- what is measured
 
@@ -758,9 +721,7 @@ class Bench:
 
     def report(self, out: Path) -> None:
         found = self.found
-        found["seconds"] = round(time.monotonic() - self.begin, 1)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gpu_step.json").write_text(json.dumps(found, indent=1, default=str))
+        self.write(out / "gpu_step.json")
         for name, rows in (found.get("kernels") or {}).items():
             for r in sorted(rows, key=lambda r: r.get("us_1", 1e9))[:5]:
                 t = r["tile"]

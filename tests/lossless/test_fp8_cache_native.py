@@ -5,13 +5,12 @@ python -m pytest -m gpu tests/lossless/test_fp8_cache_native.py
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
+from support.watched import WatchedEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +20,7 @@ pytestmark = [
 TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\nfor name in")
 
 
-class Watching:
+class Watching(WatchedEngine):
     """An engine whose logits are hashed, sequence by sequence."""
 
     def __init__(self, **options):
@@ -34,15 +33,9 @@ class Watching:
             prefill_chunk_size=256,
             **options,
         )
-        self.engine = self.llm.engine
-        self.engine.watch_logits(self._watch)
-        self._digests = {}
+        super().__init__(self.llm.engine)
         self.prompts = [[2, *self.llm.tokenizer.encode(text)] for text in TEXTS]
         self.prompts.append([2, *(100 + 7 * i % 3000 for i in range(700))])
-
-    def _watch(self, sequence, logits):
-        rows = logits[: sequence.completion.num_remaining].contiguous().numpy()
-        self._digests.setdefault(sequence, hashlib.sha256()).update(rows)
 
     def run(self, prompts, num_drafts, temperature):
         """Run requests at once; per request its tokens and the hash of its logits."""

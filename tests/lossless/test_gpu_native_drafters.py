@@ -7,8 +7,6 @@ DSpark with drafts cut by confidence, in FP8, and under options that the host de
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 
 from lean_laguna.core.structured_outputs import StructuredOutputs
@@ -16,6 +14,7 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.gpu_costs import RowCosts
 from lean_laguna.engine.llm import LLM
 from lean_laguna.spec.draft_schedule import StepCosts
+from support.watched import WatchedEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,17 +51,12 @@ def engine(request):
     return Watched(llm.engine)
 
 
-class Watched:
+class Watched(WatchedEngine):
     """An engine whose logits are hashed, sequence by sequence."""
 
     def __init__(self, engine):
-        self.engine, self._digests = engine, {}
-        engine.watch_logits(self._watch)
+        super().__init__(engine)
         self.prompts = [[2, *engine.tokenizer.encode(text)] for text in TEXTS]
-
-    def _watch(self, sequence, logits):
-        rows = logits[: sequence.completion.num_remaining].contiguous().numpy()
-        self._digests.setdefault(sequence, hashlib.sha256()).update(rows)
 
     def run(self, num_drafts, max_tokens=48, **options):
         params = [
@@ -71,19 +65,9 @@ class Watched:
             )
             for i in range(len(self.prompts))
         ]
-        states = [
-            self.engine.add_request(prompt, one, num_speculative_tokens=num_drafts)
-            for prompt, one in zip(self.prompts, params, strict=True)
-        ]
-        while any(not state.is_finished for state in states):
-            self.engine.step()
-        found, accepted = [], 0
-        for state in states:
-            output = state.snapshot().outputs[0]
-            accepted += output.speculation.num_accepted_tokens if output.speculation else 0
-            digest = self._digests.pop(state.sequences[0]).hexdigest()
-            found.append((list(output.token_ids), output.logprobs, digest))
-        return found, accepted
+        before = self.num_accepted
+        found = super().run(self.prompts, params, num_drafts)
+        return found, self.num_accepted - before
 
 
 @pytest.mark.parametrize("name", OPTIONS)
