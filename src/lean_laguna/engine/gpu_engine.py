@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, NARROW, WIDE, gpu_chunks
-from lean_laguna.core.errors import ConfigError
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
@@ -65,7 +64,6 @@ class GpuEngine(LLMEngine):
         assert isinstance(target, LagunaForCausalLM), "why_not() comes first"
         assert proposer is None or isinstance(proposer, DFlashProposer), "why_not() comes first"
         weight = next(target.parameters())
-        self._check_cache(weight)
         is_gpu = weight.device.type == "cuda"
         if is_gpu:
             drop_stack(weight.device)
@@ -114,16 +112,6 @@ class GpuEngine(LLMEngine):
         measured = measure_rows(self._programs) if is_measured else None
         self._prices = Prices(self._programs, RowCosts(self._programs.widths, measured))
         return budget
-
-    def _check_cache(self, weight: Tensor) -> None:
-        if self.config.kv_cache_dtype != "fp8" or weight.device.type != "cuda":
-            return
-        found = torch.cuda.get_device_capability(weight.device)
-        if found < (8, 9):
-            raise ConfigError(
-                "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later, found "
-                f"{found[0]}.{found[1]}; use auto"
-            )
 
     def _uses_cuda(self, weight: Tensor) -> bool:
         """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not."""

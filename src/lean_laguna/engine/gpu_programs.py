@@ -25,7 +25,7 @@ from lean_laguna.kernels.triton.compiling import compile_ahead
 from lean_laguna.kernels.triton.draft_step import DraftStep, Features
 from lean_laguna.kernels.triton.filters import Filters, choose_filtered
 from lean_laguna.kernels.triton.launch import Launch, starts_early
-from lean_laguna.kernels.triton.layer_cache import LayerCache
+from lean_laguna.kernels.triton.layer_cache import LayerCache, has_e4m3
 from lean_laguna.kernels.triton.publish import publish
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
@@ -294,8 +294,11 @@ class StepPrograms:
         for i, kind in enumerate(target.config.layer_types):
             group = FULL_GROUP if kind == "full_attention" else SLIDING_GROUP
             pages = self.pools.layer(group, counts[group])
-            is_coded = pages[0].dtype == torch.float8_e4m3fn
-            layers.append(LayerCache(*pages, *target.kv_scales_of(i)) if is_coded else pages)
+            if pages[0].dtype == torch.float8_e4m3fn:
+                keys, values = pages if has_e4m3(self.device) else (page.view(torch.uint8) for page in pages)
+                layers.append(LayerCache(keys, values, *target.kv_scales_of(i)))
+            else:
+                layers.append(pages)
             tables.append(self.tables[group])
             counts[group] += 1
         return Caches(tuple(layers), tuple(tables))

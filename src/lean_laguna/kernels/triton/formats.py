@@ -125,7 +125,7 @@ def _float_bits(code, MAGNITUDE: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(code):
+def e4m3(code):
     """Return float32 values of e4m3 codes [uint8]."""
     return _float_bits(code, 7, 7).to(tl.float32) * 256.0
 
@@ -135,7 +135,7 @@ def _scale_at(weight, scale_at, row, FORMAT: tl.constexpr):
     """Return the float32 factor of raw code values, and their zero point (or 0), at scale offsets."""
     scales, divisors, zeros = weight[1], weight[2], weight[3]
     if FORMAT[0] == "fp4":
-        scale = _e4m3(tl.load(scales + scale_at))
+        scale = e4m3(tl.load(scales + scale_at))
         # 2^14 is what the codes' bits leave out.
         factor = tl.math.div_rn(scale, tl.load(divisors + row) + tl.zeros_like(scale)) * 16384.0
     else:
