@@ -19,6 +19,8 @@ from lean_laguna.models.kv_cache import KVGroup
 
 Cache = TypeVar("Cache")
 
+MEMINFO = Path("/proc/meminfo")
+"""Of Linux."""
 FREE_MEMORY_SHARE = 4
 """Without a given budget, KV takes at most 1 / this of the free memory; others need room too."""
 FREE_GPU_MEMORY_SHARE = 0.75
@@ -181,7 +183,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 def _meminfo_available() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:

@@ -10,7 +10,9 @@ import torch
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_weights import why_not
+from lean_laguna.engine.kv_budget import MEMINFO, free_memory_bytes
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
@@ -28,6 +30,7 @@ from lean_laguna.models.dummy import (
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import unpack_parameters
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.models.unset import on_meta
 from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
 
@@ -129,6 +132,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     if drafter_folder is not None:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
+    check_room(config_of_target, dtype, device, config.kernels)
     target = load_laguna(
         folder,
         dtype=dtype,
@@ -149,6 +153,31 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def check_room(target: LagunaConfig, dtype: torch.dtype, device: torch.device, kernels: str) -> None:
+    """Refuse weights that the machine's memory cannot hold; the system would kill one program or another.
+
+    Args:
+        target: Of the model about to be loaded.
+        dtype: Of its weights in memory.
+        device: Where they go; only a CPU is looked at, for a GPU refuses by itself.
+        kernels: As in the configuration; GPU kernels keep quantised weights packed, and they may be small.
+
+    Raises:
+        ConfigError: Says what they take and what is free.
+    """
+    if device.type != "cpu" or wants_kernels(kernels, device) or not MEMINFO.is_file():
+        return
+    num_weights = sum(weight.numel() for weight in on_meta(lambda: LagunaForCausalLM(target)).parameters())
+    needed, free = num_weights * dtype.itemsize, free_memory_bytes(device)
+    if needed <= free:
+        return
+    halved = "; --dtype bfloat16 takes half" if dtype == torch.float32 and needed <= 2 * free else ""
+    raise ConfigError(
+        f"the weights take {needed / 1e9:.1f} GB as {str(dtype).removeprefix('torch.')}, and "
+        f"{free / 1e9:.1f} GB of memory are free{halved}; 'lean-laguna plan' says what fits where"
+    )
 
 
 def _prepare_drafter(drafter: DFlashDrafter, config: EngineConfig) -> None:
@@ -187,6 +216,7 @@ def _load_dummy(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
         raise ConfigError(
             f"scheme '{scheme}' at random needs the GPU kernels, which take weights packed: --kernels triton"
         )
+    check_room(target_shape, dtype, device, config.kernels)
     target = dummy_target(target_shape, dtype, device, scheme=scheme)
     proposer = None
     if drafter_shape is not None:

@@ -120,3 +120,17 @@ def test_a_drafter_is_of_the_kind_asked_for_and_quantised_if_asked(tmp_path):
     given = {**given, "method": "dflash", "quantization": "fp8"}
     engine, _ = load_engine(EngineConfig.from_dict({**config, "speculative": given}))
     assert engine.proposer.drafter.packed_weights
+
+
+@pytest.mark.parametrize("given", [{"model": "target"}, {"load_format": "dummy", "shape": "target"}])
+def test_weights_that_memory_cannot_hold_are_refused_before_they_are_read(given, tmp_path, monkeypatch):
+    write_tiny_target(tmp_path / "target")
+    given = {key: str(tmp_path / value) if value == "target" else value for key, value in given.items()}
+    size = sum(p.numel() for p in tiny_target().parameters())
+    for name in ("load_laguna", "dummy_target"):
+        monkeypatch.setattr(f"lean_laguna.engine.loading.{name}", lambda *a, **k: pytest.fail("took memory"))
+    monkeypatch.setattr("lean_laguna.engine.loading.free_memory_bytes", lambda device: 3 * size)
+    with pytest.raises(ConfigError, match=r"GB as float32, and .* GB of memory are free; --dtype bfloat16"):
+        load_engine(EngineConfig.from_dict(given | {"device": "cpu"}))
+    with pytest.raises(pytest.fail.Exception, match="took memory"):
+        load_engine(EngineConfig.from_dict(given | {"device": "cpu", "dtype": "bfloat16"}))
