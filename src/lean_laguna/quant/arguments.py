@@ -113,6 +113,8 @@ def _strategy(given: Mapping[str, Any], number: Number, where: str) -> tuple[Str
 
 
 def _storage(given: Any, number: Number, bits: int, how: Activations, where: str) -> Storage:
+    if not isinstance(given, str | None):
+        raise ConfigError(f"{where}: 'format' must be a text, found {given!r:.100}")
     if given in _REFUSED_STORAGE:
         raise ConfigError(
             f"{where}: format '{given}' ({_REFUSED_STORAGE[given]}) is not supported; supported: "

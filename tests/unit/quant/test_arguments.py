@@ -56,6 +56,8 @@ def test_activations_with_stored_scales_are_told_from_dynamic_ones() -> None:
         ({**FP8, "strategy": "tensor_group", "group_size": 16}, None, "belongs to 4-bit floats"),
         ({**INT8, "strategy": "group"}, None, "needs a 'group_size' above 0"),
         (INT8, "mxfp4-pack-quantized", r"\(MXFP4\) is not supported"),
+        (INT8, ["pack-quantized"], r"'format' must be a text, found \['pack-quantized'\]"),
+        (INT8, {"a": 1}, "'format' must be a text, found {'a': 1}"),
         (INT8, "packed", "format 'packed' is unknown; did you mean 'pack-quantized'"),
     ],
 )
