@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
         save_profile(llm.engine.controller.to_dict(), args.draft_profile)
     terminal.note(_summary(llm, output, params))
-    terminal.json_line(to_json(output, params))
+    terminal.json_line(to_json(output))
     return 0
 
 
@@ -229,7 +229,7 @@ def _summary(llm: LLM, output: RequestOutput, params: SamplingParams) -> str:
     return "[" + " · ".join(parts) + (f" · {reason}" if reason else "") + "]"
 
 
-def to_json(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+def to_json(output: RequestOutput) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     times = output.times
     line: dict[str, Any] = {

@@ -105,7 +105,7 @@ def quantize(
     config = {**source.config, "quantization_config": quantization_json(source, schemes)}
     config.pop("compression_config", None)
     layouts = {file: shard_layout(source, names, schemes) for file, names in source.names_by_file().items()}
-    _check_destination(source, final, layouts)
+    _check_destination(final, layouts)
     partial = final.with_name(f".{final.name}.partial")
     state = ConversionState.load(partial, _fingerprint(source, schemes, is_checked, shares_divisors))
     num_resumed = len(state.files)
@@ -140,7 +140,7 @@ def quantize(
     )
 
 
-def _check_destination(source: Source, final: Path, layouts: Mapping[Path, Mapping[str, TensorSpec]]) -> None:
+def _check_destination(final: Path, layouts: Mapping[Path, Mapping[str, TensorSpec]]) -> None:
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ConfigError(
             f"{final}: exists already; expected a folder that does not exist yet, or an empty one"

@@ -82,7 +82,7 @@ _INERT = frozenset(
     name_or_path output_attentions output_hidden_states return_dict chunk_size_feed_forward
     is_encoder_decoder id2label label2id problem_type tie_encoder_decoder num_attention_heads
     pretraining_tp
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _READ = frozenset(
     """
@@ -93,7 +93,7 @@ _READ = frozenset(
     norm_topk_prob gating gating_types rms_norm_eps max_position_embeddings tie_word_embeddings
     bos_token_id eos_token_id pad_token_id rope_parameters swa_rope_parameters rope_theta
     rope_scaling partial_rotary_factor quantization_config quantization
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 

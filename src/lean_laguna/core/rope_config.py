@@ -24,7 +24,7 @@ _KNOWN = frozenset(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _YARN_ONLY = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 

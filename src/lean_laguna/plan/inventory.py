@@ -39,7 +39,7 @@ _LEAVES = frozenset(
     """
     weight weight_packed weight_scale weight_scale_2 weight_scale_inv weight_global_scale weight_zero_point
     weight_shape weight_g_idx input_scale input_global_scale k_scale v_scale scales biases bias
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _NOT_READ = ("weight_shape", "input_scale", "input_global_scale")
 _BORROWED = ("embed_tokens", "verifier_lm_head", "verifier_norm")

@@ -31,7 +31,7 @@ _KEYS = frozenset(
     """
     quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio
     version sparsity_config transform_config moe_sparsity_config run_compressed dequantize quantization_config
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
 # Layouts that stand in ``format`` and say nothing of one weight.

@@ -145,7 +145,7 @@ class _Reply:
         while deltas := await self.stream.next():
             for delta in deltas:
                 choice = self._choice(delta)
-                if not (choice["text"] or delta.finish_reason or self._is_wanted(delta) or is_continuous):
+                if not (choice["text"] or delta.finish_reason or self._is_wanted() or is_continuous):
                     continue
                 chunk = self._frame([choice])
                 if is_continuous:
@@ -161,7 +161,7 @@ class _Reply:
             yield data(chunk)
         yield DONE
 
-    def _is_wanted(self, delta: Delta) -> bool:
+    def _is_wanted(self) -> bool:
         """Return whether tokens without text are still news."""
         return self.body.logprobs is not None or bool(
             self.body.return_token_ids or self.body.return_draft_flags

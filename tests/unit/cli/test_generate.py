@@ -13,7 +13,6 @@ from lean_laguna.core.types import (
     Logprob,
     RequestOutput,
     RequestTimes,
-    SamplingParams,
     SpeculationStats,
 )
 
@@ -60,7 +59,7 @@ def test_the_json_line_has_counts_and_no_infinity():
         "length", None, (False, True), 7, SpeculationStats(1, 3, 1, (1, 0, 0), 1),
     )  # fmt: skip
     output = RequestOutput("r", "p", (5,), (completion,), True, (None,), 0, RequestTimes(1.0, 1.5, 2.5))
-    line = json.loads(json.dumps(to_json(output, SamplingParams()), allow_nan=False))
+    line = json.loads(json.dumps(to_json(output), allow_nan=False))
     assert (line["ttft_s"], line["decode_s"]) == (0.5, 1.0)
     first = line["outputs"][0]
     assert first["speculative_decoding"]["mean_acceptance_length"] == 2.0
