@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lean_laguna.core.errors import DataError
 from lean_laguna.core.files import parse_json
+from lean_laguna.core.json_fields import is_count, is_finite_number
+from lean_laguna.core.types import MAX_SEED
 
 PADDING = -1
 
@@ -131,13 +133,13 @@ def _document(given: Any, number: int, where: str) -> Document:
             raise DataError(f"{where}: '{name}' must be a list of whole numbers")
     if len(ids) != len(mask):
         raise DataError(f"{where}: {len(ids)} 'input_ids' and {len(mask)} 'loss_mask'")
-    seed, temperature = given.get("seed"), given.get("temperature")
+    seed, temperature = given.get("seed", -1), given.get("temperature", -1)  # -1: not known
     return Document(
         str(given.get("id", number)),
         torch.tensor(ids, dtype=torch.int32),
         torch.tensor(mask, dtype=torch.int32).bool(),
-        float(temperature) if isinstance(temperature, int | float) else None,
-        seed if isinstance(seed, int) and given.get("is_plain", False) else None,
+        float(temperature) if is_finite_number(temperature) and temperature >= 0 else None,
+        seed if is_count(seed, 0, MAX_SEED) and given.get("is_plain") is True else None,
     )
 
 

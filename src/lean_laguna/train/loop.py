@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.core.errors import CheckpointError, DataError
-from lean_laguna.core.files import atomic_writer
+from lean_laguna.core.files import atomic_write_bytes, atomic_writer
 from lean_laguna.train.optimizer import AnyOptimizer, make_optimizer
 from lean_laguna.train.processes import (
     Processes,
@@ -89,12 +89,43 @@ class RunLog:
     is_silent: bool = False
 
     def open(self, *, is_resumed: bool) -> None:
-        """Make the folder; a run that starts anew drops the log of an earlier one."""
+        """Make the folder; a run that starts anew drops the log of an earlier one.
+
+        Raises:
+            DataError: The log of the run that goes on is damaged before its last line.
+        """
         if self.is_silent:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not is_resumed:
             self.path.unlink(missing_ok=True)
+        elif self.path.exists():
+            whole, end, half = self.path.read_bytes().rpartition(b"\n")
+            if half:  # a full disk or a kill cut it off
+                atomic_write_bytes(self.path, whole + end)
+            self._rows()
+
+    def go_back_to(self, step: int) -> None:
+        """Drop what a killed run logged after the state that it left: those steps are taken again."""
+        if self.is_silent or not self.path.exists():
+            return
+        kept = [line for line, row in self._rows() if row["event"] == "start" or row.get("step", 0) <= step]
+        atomic_write_bytes(self.path, b"".join(line + b"\n" for line in kept))
+
+    def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
+        rows = []
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or "event" not in row:
+                raise DataError(
+                    f"'{self.path}', line {number}: not an event of a log; move the file away, or start anew "
+                    "with --resume no"
+                )
+            rows.append((line, row))
+        return rows
 
     def write(self, kind: str, **values: Any) -> None:
         """Log one event."""
@@ -145,6 +176,7 @@ def train(
     state_path = folder / STATE
     state = _restore(state_path, task, optimizer, processes)
     if state.step:
+        log.go_back_to(state.step)
         log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
     started = time.monotonic() - state.elapsed_s
     last_val = last_save = last_log = time.monotonic()

@@ -119,3 +119,10 @@ def test_packing_takes_no_time_for_each_document_and_row():
             rows.append(row := [])
         row += document.tokens.tolist()
     assert pack(few, 8).tokens.tolist() == [row + [0] * (8 - len(row)) for row in rows]
+
+
+@pytest.mark.parametrize("temperature", [10**400, -1.0, float("nan"), "hot", True])
+@pytest.mark.parametrize("seed", [2**64, -1, True, "7"])
+def test_noise_that_the_engine_cannot_have_made_is_unknown_noise(tmp_path, temperature, seed):
+    (document,) = read(tmp_path, row(seed=seed, temperature=temperature, is_plain=True))
+    assert (document.seed, document.temperature) == (None, None)

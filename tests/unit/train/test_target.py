@@ -49,7 +49,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path, monkeypatch):
     monkeypatch.setattr(loop.Budget, "progress", lambda self, step, elapsed_s: step / 6 if step < 4 else 1.0)
     run(data, tmp_path / "cut", steps=6)
     monkeypatch.undo()
+    with (tmp_path / "cut" / "out" / "train_log.jsonl").open("a") as log:  # what a kill may leave
+        log.write('{"event": "step", "step": 5, "loss": 0.0}\n{"event": "step", "st')
     resumed, _ = run(data, tmp_path / "cut", steps=6)
+    curves = [
+        [
+            (event["step"], event["loss"])
+            for line in (tmp_path / name / "out" / "train_log.jsonl").read_text().splitlines()
+            if (event := json.loads(line))["event"] == "step"
+        ]
+        for name in ("whole", "cut")
+    ]
+    assert curves[0] == curves[1] != []
     for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
 
