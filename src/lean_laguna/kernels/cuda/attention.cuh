@@ -92,6 +92,80 @@ DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests,
     return false;
 }
 
+// What is handed over to each program that adds up parts.
+DEVICE u32 expected_bytes(const Task &task) {
+    return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
+}
+
+// A program's shared memory behind its warps' keys and values.
+struct Shared {
+    u16 *queries, *fresh;
+    float2 *stats, *inbox_stats;
+    float *inbox;
+    Rows &rows;
+    Task &task;
+    u64 *arrival;
+};
+DEVICE Shared laid_out(u16 *queries) {
+    u16 *fresh = queries + QUERIES * STRIDE;
+    float2 *stats = (float2 *)(fresh + OWN_ROWS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
+    float *inbox = (float *)(inbox_stats + KEY_PARTS * QUERIES);
+    Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * OWN);
+    Task &task = *(Task *)(&rows + 1);
+    return {queries, fresh, stats, inbox_stats, inbox, rows, task, (u64 *)((int *)&task + 10)};
+}
+
+// Where a warp's keys and values lie, and what a lane takes of them and of the queries.
+struct Places {
+    u16 *keys, *values;
+    Place queries_at, keys_at, values_at, keys_to;
+};
+DEVICE Places places_of(u16 *tiles, const u16 *queries, int warp, int lane) {
+    u16 *keys = tiles + warp * TILE, *values = keys + KEYS * STRIDE;
+    return {keys,
+            values,
+            place_in_shared(queries + (lane & (QUERIES - 1)) * STRIDE + (lane >> 4) * 8),
+            place_in_shared(keys + ((lane >> 4) * 8 + (lane & 7)) * STRIDE + (lane & 8)),
+            place_in_shared(values + (lane & 15) * STRIDE + (lane >> 4) * 8),
+            place_in_shared(keys + lane / 16 * STRIDE + lane % 16 * 8)};
+}
+
+// Read where rows stand. That changes only at the end of a step, so it may be read before the wait.
+DEVICE void read_rows(Rows &rows, const int *count, const int *start, const int *positions, int thread) {
+    if (thread < MOST) {
+        rows.count[thread] = load_fresh32(count + thread), rows.start[thread] = load_fresh32(start + thread);
+        rows.position[thread] = load_fresh32(positions + thread);
+    }
+    __syncthreads();
+}
+
+// Find a program's first task, and make the arrival of what is handed over to it.
+DEVICE void find_first(const Shared &shared, int index, int num_requests, int before, int thread) {
+    if (find_task(shared.task, index, shared.rows, num_requests, before, thread) && blockIdx.x % CLUSTER < OWNERS) {
+        init_arrival(shared.arrival);
+        show_arrivals();
+        expect_bytes(shared.arrival, expected_bytes(shared.task));
+    }
+    __syncthreads();
+}
+// Find its next one, whose parts may then be handed over; false where there is none.
+DEVICE bool find_next(const Shared &shared, int index, int num_requests, int before, int thread) {
+    __syncthreads();
+    if (find_task(shared.task, index, shared.rows, num_requests, before, thread) && blockIdx.x % CLUSTER < OWNERS)
+        expect_bytes(shared.arrival, expected_bytes(shared.task));
+    __syncthreads();
+    const bool is_there = shared.task.num_queries > 0;
+    if (is_there) arrive_at_cluster();
+    return is_there;
+}
+// Nothing to do for any of the cluster: leave room. A grid must not end before the one ahead of it has.
+DEVICE void leave_room() {
+    if (blockIdx.x < CLUSTER) {
+        let_next_start();
+        wait_for_inputs();
+    }
+}
+
 // A part's place among those that have splits of the task, and beyond them.
 DEVICE int place_of(const Task &task, int part) { return (part + KEY_PARTS - task.low_split % KEY_PARTS) % KEY_PARTS; }
 
@@ -289,6 +363,19 @@ DEVICE void take_scores(Sums &sums, float (&scores)[2][4], u32 (&shares)[2][2], 
     }
 }
 
+// Rows of this step go between a warp's keys and values from `from` on, which must have come.
+DEVICE void insert_rows(const Task &task, int from, const Places &places, const u16 *fresh, int lane) {
+    if (task.last >= from && task.first < from + KEYS) {
+        wait_for_stream<0>();
+        __syncwarp();
+        const int end = min(task.last, from + KEYS - 1);
+        for (int key = max(task.first, from); key <= end; key++)
+            *(uint4 *)((lane < 16 ? places.keys : places.values) + (key - from) * STRIDE + lane % 16 * 8) =
+                *(const uint4 *)(fresh + ((key - task.first) * 2 + lane / 16) * STRIDE + lane % 16 * 8);
+    }
+    __syncwarp();
+}
+
 // Leave a warp's sums where its keys and values were.
 DEVICE void leave_sums(const Sums &sums, float *own, float2 *stats, int lane) {
     const int g = lane >> 2, t = lane & 3;
@@ -325,11 +412,6 @@ DEVICE void hand_over(const Task &task, int part, const float *sums, int pitch, 
     }
 }
 
-// What is handed over to each program that adds up parts.
-DEVICE u32 expected_bytes(const Task &task) {
-    return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
-}
-
 // Two dimensions of a query, added up over the parts.
 DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float *inbox, const float2 *inbox_stats,
                       u16 *out) {
@@ -349,4 +431,11 @@ DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float 
     const int c = task.first_query + query, row = task.start + c / GROUP, head = task.head * GROUP + c % GROUP;
     *(u32 *)(out + (size_t)row * (H * P) + head * P + d) = pack(rounded(x * by) * opened, rounded(y * by) * opened);
 }
-
+// The program's own dimensions of all of a task's queries; a thread has the gate of its first one.
+DEVICE void add_all_parts(const Shared &shared, u16 gate, const u16 *qkv, u16 *out, int thread) {
+    for (int i = thread; i < shared.task.num_queries * (OWN / 2); i += WARPS * 32) {
+        const int query = i / (OWN / 2), d = blockIdx.x % CLUSTER * OWN + i % (OWN / 2) * 2;
+        add_parts(shared.task, query, d, i == thread ? gate : gate_of(shared.task, query, qkv), shared.inbox,
+                  shared.inbox_stats, out);
+    }
+}

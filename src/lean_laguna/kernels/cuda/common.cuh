@@ -286,6 +286,22 @@ DEVICE void load_pair(const u16 *row, bool is_odd, uint4 &w0, uint4 &w1) {
     const uint4 a = *(const uint4 *)(row + (is_odd ? 32 : 0)), b = *(const uint4 *)(row + (is_odd ? 0 : 32));
     w0 = is_odd ? b : a, w1 = is_odd ? a : b;
 }
+// A lane's pieces of eight weight rows of LENGTH that lie one after another in shared memory, of its warp's COUNT blocks of
+// 32 columns: `take(j, piece)` of each.
+template <int LENGTH, int COUNT, class Take> DEVICE void take_pieces(const u16 *rows, Take take) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const u16 *own = rows + g * LENGTH + (threadIdx.x >> 5) * (COUNT * 32) + 8 * t;
+#pragma unroll
+    for (int j = 0; j < COUNT; j += 2) {
+        uint4 w0, w1;
+        if (j + 1 < COUNT)
+            load_pair(own + j * 32, g & 1, w0, w1);
+        else
+            w0 = *(const uint4 *)(own + j * 32);
+        take(j, w0);
+        if (j + 1 < COUNT) take(j + 1, w1);
+    }
+}
 // Two steps of k over a block of 32: two sums, so that they do not wait for each other.
 DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8, uint4 w) {
     multiply(even, a.x, a8.x, a.y, a8.y, w.x, w.y);

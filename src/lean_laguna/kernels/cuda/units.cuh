@@ -61,18 +61,7 @@ struct Tokens {
     }
     // A unit whose rows lie one after another in shared memory.
     METHOD void multiply_unit(float (&even)[4], float (&odd)[4], const u16 *unit) const {
-        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const u16 *w = unit + g * K + (threadIdx.x >> 5) * PART + 8 * t;
-#pragma unroll
-        for (int j = 0; j < LOADS; j += 2) {
-            uint4 w0, w1;
-            if (j + 1 < LOADS)
-                load_pair(w + j * 32, g & 1, w0, w1);
-            else
-                w0 = *(const uint4 *)(w + j * 32);
-            multiply_piece(even, odd, j, w0);
-            if (j + 1 < LOADS) multiply_piece(even, odd, j + 1, w1);
-        }
+        take_pieces<K, LOADS>(unit, [&](int j, uint4 w) { multiply_piece(even, odd, j, w); });
     }
 };
 

@@ -68,17 +68,6 @@ struct Gathered {
     }
     // Times eight weight rows that lie one after another in shared memory.
     METHOD void multiply(float (&even)[4], float (&odd)[4], const u16 *rows) const {
-        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const u16 *w = rows + g * K + (threadIdx.x >> 5) * PART + 8 * t;
-#pragma unroll
-        for (int j = 0; j < LOADS; j += 2) {
-            uint4 w0, w1;
-            if (j + 1 < LOADS)
-                load_pair(w + j * 32, g & 1, w0, w1);
-            else
-                w0 = *(const uint4 *)(w + j * 32);
-            multiply_block(even, odd, low[j], high[j], w0);
-            if (j + 1 < LOADS) multiply_block(even, odd, low[j + 1], high[j + 1], w1);
-        }
+        take_pieces<K, LOADS>(rows, [&](int j, uint4 w) { multiply_block(even, odd, low[j], high[j], w); });
     }
 };

@@ -25,42 +25,18 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
                const int *row_count, const int *num_requests_at, float eps, float scale, int table_stride) {
     EXTERN_SHARED(u16, tiles);
     float *all_sums = (float *)(tiles + WARPS * TILE);
-    u16 *queries = (u16 *)(all_sums + WARPS * QUERIES * SUM_STRIDE), *fresh = queries + QUERIES * STRIDE;
-    float2 *stats = (float2 *)(fresh + OWN_ROWS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
-    float *inbox = (float *)(inbox_stats + KEY_PARTS * QUERIES);
-    Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * OWN);
-    Task &task = *(Task *)(&rows + 1);
-    u64 *arrival = (u64 *)((int *)&task + 10);
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, d = lane % 16 * 8;
-    const int rank = blockIdx.x % CLUSTER;
-    u16 *keys = tiles + warp * TILE, *values = keys + KEYS * STRIDE;
-    const Place queries_at = place_in_shared(queries + (lane & (QUERIES - 1)) * STRIDE + (lane >> 4) * 8);
-    const Place keys_at = place_in_shared(keys + ((lane >> 4) * 8 + (lane & 7)) * STRIDE + (lane & 8));
-    const Place values_at = place_in_shared(values + (lane & 15) * STRIDE + (lane >> 4) * 8);
-    const Place keys_to = place_in_shared(keys + lane / 16 * STRIDE + lane % 16 * 8);
+    const Shared shared = laid_out((u16 *)(all_sums + WARPS * QUERIES * SUM_STRIDE));
+    const Task &task = shared.task;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.x % CLUSTER;
+    const Places places = places_of(tiles, shared.queries, warp, lane);
     stamp(STARTED);
-
-    // Where rows stand changes only at the end of a step, so all this may be read before the wait.
     const int num_requests = load_fresh32(num_requests_at);
-    if (thread < MOST) {
-        rows.count[thread] = load_fresh32(row_count + thread), rows.start[thread] = load_fresh32(row_start + thread);
-        rows.position[thread] = load_fresh32(positions + thread);
-    }
-    __syncthreads();
+    read_rows(shared.rows, row_count, row_start, positions, thread);
     int index = blockIdx.x / CLUSTER;
-    const int before = tasks_before(rows, num_requests, thread);
-    if (find_task(task, index, rows, num_requests, before, thread) && rank < OWNERS) {
-        init_arrival(arrival);
-        show_arrivals();
-        expect_bytes(arrival, expected_bytes(task));
-    }
-    __syncthreads();
+    const int before = tasks_before(shared.rows, num_requests, thread);
+    find_first(shared, index, num_requests, before, thread);
     if (task.num_queries == 0) {
-        // Nothing to do for any of the cluster: leave room. A grid must not end before the one ahead of it has.
-        if (blockIdx.x < CLUSTER) {
-            let_next_start();
-            wait_for_inputs();
-        }
+        leave_room();
         return;
     }
     show_cluster();  // parts may be handed over
@@ -75,9 +51,9 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
         const int page = page_of(task, now.split, own_table, warp, lane);
         int next_page = page_of(task, then.split, own_table, warp, lane);
         if (!now.is_over()) {
-            copy_keys(keys_to, k_cache, task, now.split, page, warp, lane);
+            copy_keys(places.keys_to, k_cache, task, now.split, page, warp, lane);
             end_stream_group();
-            copy_keys(keys_to + KEYS * STRIDE * 2, v_cache, task, now.split, page, warp, lane);
+            copy_keys(places.keys_to + KEYS * STRIDE * 2, v_cache, task, now.split, page, warp, lane);
             end_stream_group();
         }
         Items items;
@@ -90,7 +66,7 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
             waited = true;
         }
         const u16 gate = gate_of(task, thread / (OWN / 2), qkv);
-        finish_items(items, task, qkv, queries, fresh, k_cache, v_cache, eps, thread);
+        finish_items(items, task, qkv, shared.queries, shared.fresh, k_cache, v_cache, eps, thread);
         __syncthreads();
         stamp(PREPARED);
         bool may_hand_over = false;
@@ -107,57 +83,40 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
                 if (!then.is_over()) later.next(task);
                 const int later_page = page_of(task, later.split, own_table, warp, lane);
                 wait_for_stream<1>();
-                if (task.last >= from && task.first < from + KEYS) {
-                    // Rows of this step go between keys and values that must have come.
-                    wait_for_stream<0>();
-                    __syncwarp();
-                    const int end = min(task.last, from + KEYS - 1);
-                    for (int key = max(task.first, from); key <= end; key++)
-                        *(uint4 *)((lane < 16 ? keys : values) + (key - from) * STRIDE + d) =
-                            *(const uint4 *)(fresh + ((key - task.first) * 2 + lane / 16) * STRIDE + d);
-                }
-                __syncwarp();
+                insert_rows(task, from, places, shared.fresh, lane);
                 float scores[2][4] = {};
-                add_scores<0>(scores, queries_at, keys_at);
+                add_scores<0>(scores, places.queries_at, places.keys_at);
                 __syncwarp();
-                if (!then.is_over()) copy_keys(keys_to, k_cache, task, then.split, next_page, warp, lane);
+                if (!then.is_over()) copy_keys(places.keys_to, k_cache, task, then.split, next_page, warp, lane);
                 end_stream_group();
                 u32 shares[2][2] = {};
                 take_scores(sums, scores, shares, task, from, scale, lane);
                 wait_for_stream<1>();
                 __syncwarp();
-                add_values<0>(sums.values, shares, values_at);
+                add_values<0>(sums.values, shares, places.values_at);
                 multiply(sums.totals, shares[0][0], shares[0][1], shares[1][0], shares[1][1], ONES, ONES);
                 __syncwarp();
                 if (!then.is_over())
-                    copy_keys(keys_to + KEYS * STRIDE * 2, v_cache, task, then.split, next_page, warp, lane);
+                    copy_keys(places.keys_to + KEYS * STRIDE * 2, v_cache, task, then.split, next_page, warp, lane);
                 end_stream_group();
                 now = then, then = later, next_page = later_page;
             } while (now.part == part);
             if (may_hand_over) __syncthreads();  // the warps' sums have been read
-            leave_sums(sums, all_sums + warp * QUERIES * SUM_STRIDE, stats + warp * QUERIES, lane);
+            leave_sums(sums, all_sums + warp * QUERIES * SUM_STRIDE, shared.stats + warp * QUERIES, lane);
             __syncthreads();
             if (!may_hand_over) wait_for_cluster();
             may_hand_over = true;
-            hand_over(task, part, all_sums, QUERIES * SUM_STRIDE, stats, inbox, inbox_stats, arrival, warp, lane);
+            hand_over(task, part, all_sums, QUERIES * SUM_STRIDE, shared.stats, shared.inbox, shared.inbox_stats, shared.arrival, warp, lane);
         }
         if (!may_hand_over) wait_for_cluster();
         stamp(FIRST_DONE);
         if (rank < OWNERS) {
-            wait_for_bytes(arrival, parity);
+            wait_for_bytes(shared.arrival, parity);
             parity ^= 1;
-            for (int i = thread; i < task.num_queries * (OWN / 2); i += WARPS * 32) {
-                const int query = i / (OWN / 2), d = rank * OWN + i % (OWN / 2) * 2;
-                add_parts(task, query, d, i == thread ? gate : gate_of(task, query, qkv), inbox, inbox_stats, out);
-            }
+            add_all_parts(shared, gate, qkv, out, thread);
         }
         index += gridDim.x / CLUSTER;
-        __syncthreads();
-        if (find_task(task, index, rows, num_requests, before, thread) && rank < OWNERS)
-            expect_bytes(arrival, expected_bytes(task));
-        __syncthreads();
-        goes_on = task.num_queries > 0;
-        if (goes_on) arrive_at_cluster();  // the next task's parts may be handed over
+        goes_on = find_next(shared, index, num_requests, before, thread);
     }
     stamp(ENDED);
 }
