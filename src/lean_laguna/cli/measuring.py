@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 
 
-def add_plan_options(parser: Parser, *, prompts: str = "mixed", repeats: int | None = 3) -> None:
+def add_plan_options(parser: Parser, *, repeats: int | None = 3) -> None:
     """Add the prompts, the repeats and the files to write."""
-    parser.add_argument("--prompts", default=prompts)
+    parser.add_argument("--prompts", default="mixed")
     parser.add_argument("--num-prompts", type=whole(1))
     if repeats is not None:
         parser.add_argument("--repeats", type=whole(1), default=repeats)

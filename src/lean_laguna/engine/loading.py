@@ -63,9 +63,9 @@ def engine_type(
 ) -> type[LLMEngine]:
     """Return the engine for these models: on the Triton kernels, or on plain PyTorch.
 
-    Says on stderr where outputs with a drafter are exact up to near-ties only: on a GPU without the kernels,
-    where the library picks its own by the number of rows. On a CPU, and with the kernels, they are exact to
-    the bit.
+    Says on stderr where a GPU runs without the kernels: slowly, and with a drafter exact up to near-ties
+    only, for the library picks its own kernels by the number of rows. On a CPU, and with the kernels, outputs
+    are exact to the bit.
 
     Args:
         target: The model served.
@@ -92,12 +92,13 @@ def engine_type(
             f"lean-laguna: plain PyTorch ({reason}): quantised weights are decoded in memory", file=sys.stderr
         )
         unpack_parameters(target)
-    if device.type != "cpu" and proposer is not None:
-        print(
-            f"lean-laguna: plain PyTorch on the GPU ({reason}): slow, and a near-tie may fall the other way "
-            "with a drafter; outputs equal to the bit need the Triton kernels, or a CPU",
-            file=sys.stderr,
+    if device.type != "cpu":
+        caution = (
+            ", and a near-tie may fall the other way with a drafter; outputs equal to the bit need the "
+            "Triton kernels, or a CPU"
         )
+        told = f"plain PyTorch on the GPU ({reason}): slow{caution if proposer is not None else ''}"
+        print(f"lean-laguna: {told}", file=sys.stderr)
     return LLMEngine
 
 

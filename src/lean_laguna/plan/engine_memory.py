@@ -109,16 +109,12 @@ class EngineMemory:
         self.groups = kv_groups(config, drafter, limits.kv_cache_dtype)
         self.max_model_len = config.max_position_embeddings
 
-    def kv(self, context: int, num_seqs: int, budget_bytes: int | None = None) -> KVBudget:
+    def kv(self, context: int, num_seqs: int) -> KVBudget:
         """Return the blocks that the engine allocates for so many sequences of a length.
 
         Args:
             context: ``max_model_len``, tokens.
             num_seqs: ``max_num_seqs``.
-            budget_bytes: ``kv_cache_memory_bytes`` where the user sets it; None: as much as is needed.
-
-        Raises:
-            ConfigError: Not one sequence fits into the budget.
         """
         from lean_laguna.engine.kv_budget import plan_kv_blocks
         from lean_laguna.engine.scheduler import SchedulerLimits
@@ -138,8 +134,8 @@ class EngineMemory:
             kv_block_size=self.limits.kv_block_size,
             dtype=self.limits.torch_dtype,
             enable_prefix_caching=self.limits.enable_prefix_caching,
-            budget_bytes=UNBOUNDED if budget_bytes is None else budget_bytes,
-            is_budget_given=budget_bytes is not None,
+            budget_bytes=UNBOUNDED,
+            is_budget_given=False,
         )
 
     def longest_context(self, num_seqs: int, room_bytes: int) -> int:

@@ -181,21 +181,18 @@ def drafter_from_headers(header: Header, scheme_of: SchemeByName) -> Inventory:
     return Inventory(_grouped(entries))
 
 
-def drafter_from_config(config: DFlashConfig, number_format: str = "BF16") -> Inventory:
+def drafter_from_config(config: DFlashConfig) -> Inventory:
     """Describe an unquantised drafter from its configuration."""
-    return from_modules(drafter_modules(config), lambda _: None, number_format)
+    return from_modules(drafter_modules(config), lambda _: None, "BF16")
 
 
-def from_modules(
-    modules: Iterable[Module], scheme_of: SchemeOf, plain: str, scales: str = "BF16"
-) -> Inventory:
+def from_modules(modules: Iterable[Module], scheme_of: SchemeOf, plain: str) -> Inventory:
     """Describe the weights of a network that is stored as ``scheme_of`` says.
 
     Args:
         modules: Its modules.
         scheme_of: A module's scheme, None where it is not quantised.
         plain: Number format of the others.
-        scales: Number format of scales where the scheme leaves it open.
     """
     entries = []
     known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # a model has few shapes, and many modules
@@ -206,10 +203,7 @@ def from_modules(
             key = (id(scheme), module.shape)
             if key not in known:
                 rows, columns = module.shape
-                known[key] = (
-                    scheme.stored_bytes(rows, columns, scales),
-                    scheme.read_bytes(rows, columns, scales),
-                )
+                known[key] = scheme.stored_bytes(rows, columns), scheme.read_bytes(rows, columns)
             name, stored = scheme.name, known[key]
         entries.append(_Entry(module.module_class, name, num_weights, *stored))
     return Inventory(_grouped(entries))

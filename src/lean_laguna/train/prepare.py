@@ -15,13 +15,15 @@ from lean_laguna.train.recipe import CorpusRecipe
 from lean_laguna.train.sources import fetch_wheels
 from lean_laguna.train.tokenizer import save_tokenizer, train_bpe
 
+MAX_POSITION_EMBEDDINGS = 2048
+"""Of the nano target, for its tokenizer_config.json."""
+
 
 def prepare_corpus(
     recipe: CorpusRecipe,
     *,
     wheels: Path,
     out: Path,
-    max_position_embeddings: int = 2048,
     fetch: bool = True,
     processes: int | None = None,
     report: Callable[[str], None] = print,
@@ -35,7 +37,6 @@ def prepare_corpus(
         recipe: What to read, and the tokenizer.
         wheels: Folder of wheels.
         out: Folder to write.
-        max_position_embeddings: For tokenizer_config.json.
         fetch: Download wheels that are missing.
         processes: Workers that parse files; None is one a core.
         report: Receives one line for each step.
@@ -62,7 +63,7 @@ def prepare_corpus(
     chat = chat_documents(corpus.chat, int(recipe.chat_share * train_chars), recipe.seed)
 
     tokenizer = train_bpe(_sample(train, recipe.tokenizer.sample_bytes), recipe.tokenizer.vocab_size)
-    save_tokenizer(tokenizer, out / "tokenizer", max_position_embeddings)
+    save_tokenizer(tokenizer, out / "tokenizer", MAX_POSITION_EMBEDDINGS)
     tokens = {"train": encode_documents(tokenizer, [*train, *chat]), "val": encode_documents(tokenizer, val)}
     if 0 < recipe.max_train_tokens < len(tokens["train"]):
         report(f"cut from {len(tokens['train']):,} to {recipe.max_train_tokens:,} training tokens")

@@ -81,12 +81,18 @@ def test_keys_and_values_are_held_in_the_models_number_format(tmp_path, dtype):
     assert [group.name for group in cache.groups] == ["full", "sliding", "draft_full", "draft_sliding"]
 
 
-def test_a_gpu_without_the_kernels_is_said_to_be_exact_up_to_near_ties_only(capsys):
+def test_a_gpu_without_the_kernels_is_said_to_be_slow_and_exact_up_to_near_ties_only(capsys):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert engine_type(tiny_target(), dflash(), "auto", cpu) is LLMEngine
     assert capsys.readouterr().err == ""
     assert engine_type(tiny_target(), dflash(), "torch", gpu) is LLMEngine
-    assert "near-tie" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "slow" in told
+    assert "near-tie" in told
+    assert engine_type(tiny_target(), None, "torch", gpu) is LLMEngine
+    told = capsys.readouterr().err
+    assert "slow" in told
+    assert "near-tie" not in told
 
 
 def test_kernels_that_cannot_run_these_models_are_refused_by_reason():
