@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_packed.py --out FOLDER [--builds nvfp4,fp8-all,...] [--kernels cuda]
 
 Weights are random and stay packed; so nothing here is a model's output. Writes gpu_packed_KERNELS.json after
-every build and prints a short table last. ``--tiny`` uses small counts, to try the script itself with the
-``--shape`` of a tiny checkpoint's folder.
+every build and prints a short table last. ``--tiny`` takes nano's shape and small counts, to try the script
+itself.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--builds", default=BUILDS)
     parser.add_argument("--sweep", default="nvfp4", help="builds to measure with drafts, with commas")
-    parser.add_argument("--shape", default="laguna-xs")
+    parser.add_argument("--shape", help="laguna-xs; tiny: nano")
     parser.add_argument("--kernels", default="triton")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds; no build starts after it")
     parser.add_argument("--exact", action="store_true", help="only tokens with drafts against those without")
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--no-checks", action="store_true", help="of tiles and single products")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    args.shape = args.shape or ("nano" if args.tiny else "laguna-xs")
     begin, file = time.monotonic(), args.out / f"gpu_packed_{args.kernels}.json"
     found: dict[str, Any] = {"kernels": args.kernels, "synthetic": True, **describe_run(None), "builds": {}}
     parts: list[tuple[str, Any]] = [] if args.no_checks else [("checks", checks)]
