@@ -7,6 +7,7 @@ import re
 from lean_laguna.core.errors import ConfigError
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+_TOO_MUCH = 1e18  # of any unit: a slip of the pen; hundreds of digits are no float
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -17,8 +18,8 @@ def parse_bytes(text: str, what: str) -> int:
         ConfigError: It is not a size; names ``what``.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or not float(match[1]):
-        raise ConfigError(f"{what} must be a size such as 24GiB, 96GB or 12884901888, found {text!r}")
+    if match is None or not 0 < float(match[1]) < _TOO_MUCH:
+        raise ConfigError(f"{what} must be a size such as 24GiB, 96GB or 12884901888, found {text!r:.100}")
     base = 1000 if match[4] and not match[3] else 1024
     return int(float(match[1]) * base ** _POWERS[match[2].lower()])
 
@@ -30,8 +31,8 @@ def parse_bandwidth(text: str, what: str) -> float:
         ConfigError: It is not a bandwidth; names ``what``.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(gb/s|tb/s|)\s*", text, re.IGNORECASE)
-    if match is None or not float(match[1]):
-        raise ConfigError(f"{what} must be a bandwidth in GB/s such as 273, or 4.8TB/s, found {text!r}")
+    if match is None or not 0 < float(match[1]) < _TOO_MUCH:
+        raise ConfigError(f"{what} must be a bandwidth in GB/s such as 273, or 4.8TB/s, found {text!r:.100}")
     return float(match[1]) * (1e12 if match[2].lower() == "tb/s" else 1e9)
 
 
