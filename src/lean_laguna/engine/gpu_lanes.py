@@ -288,7 +288,7 @@ class Lanes:
         return block
 
     def read_logits_later(self, cols: int) -> Tensor:
-        """Start a copy of the logits of the rows last verified, at most so many, to the host."""
+        """Start a copy of the logits [cols, V] float32 of the rows last verified to the host."""
         logits = self.programs.verified_logits[:cols]
         host = torch.empty(logits.shape, pin_memory=self.device.type == "cuda")
         return host.copy_(logits, non_blocking=True)

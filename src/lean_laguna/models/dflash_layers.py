@@ -187,7 +187,7 @@ class DFlashLayer(nn.Module):
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of the last dimension, differentiably: float32 inside, cast, times the weight."""
+    """Return the RMSNorm of x [..., D], differentiably: float32 inside, cast, times the weight [D]."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 

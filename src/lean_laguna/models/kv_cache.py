@@ -88,7 +88,7 @@ class KVCache:
         return self._layers[group][layer]
 
     def pages(self, group: int) -> Sequence[torch.Tensor]:
-        """Storage of every layer of a group, only to be read."""
+        """Storage of every layer of a group, as ``storage`` gives one's, only to be read."""
         return self._layers[group]
 
     def layer(self, group: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

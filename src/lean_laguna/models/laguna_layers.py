@@ -86,7 +86,7 @@ class Attention(nn.Module):
         return self._packed
 
     def projections(self) -> list[torch.Tensor]:
-        """Weights that read the layer's input: q, k, v and the gate's."""
+        """Weights [N, D] that read the layer's input: q, k, v and the gate's."""
         names = ["q_proj", "k_proj", "v_proj"] + (["g_proj"] if self.gating != "off" else [])
         return [getattr(self, name).weight for name in names]
 

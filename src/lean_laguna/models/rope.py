@@ -81,12 +81,12 @@ class RotaryEmbedding:
         return rows[:, 0:1], rows[:, 2:3]
 
     def turns_from(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``turns`` of consecutive positions on a CPU, views of the table."""
+        """Return ``turns`` of consecutive positions on a CPU, [count, 1, R] each, views of the table."""
         rows = self.table(first + count)[first : first + count]
         return rows[:, 0:1], rows[:, 2:3]
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin without a table."""
+        """Return cos and sin of positions [...], each [..., R] float32, without a table."""
         angles = positions[..., None].float() * self.inverse_on(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self._scaling, angles.sin() * self._scaling

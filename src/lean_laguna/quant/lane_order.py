@@ -74,7 +74,7 @@ def reordered(codes: Tensor, kind: Kind, order: Order) -> Tensor:
 
 
 def restored(codes: Tensor, kind: Kind, order: Order) -> Tensor:
-    """Return what ``reordered`` was given."""
+    """Return the codes [N, B] uint8 that ``reordered`` was given."""
     if order == "rows":
         return codes
     words = codes.contiguous().view(torch.int32)

@@ -17,7 +17,7 @@ def check_scale(scale: Tensor, part: str, scheme: WeightScheme, where: str) -> N
     meet at 1, far from any weight that a network has, so that a scale on the other side is its reciprocal.
 
     Args:
-        scale: As stored.
+        scale: As stored, of any shape.
         part: Last part of the tensor's name.
         scheme: Of the weight.
         where: File and tensor, for errors.

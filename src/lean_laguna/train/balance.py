@@ -37,10 +37,10 @@ def update_biases(biases: list[Tensor], loads: Tensor, step_size: float) -> None
 
 
 def max_violation(loads: Tensor) -> float:
-    """Return max over layers and experts of load / mean load - 1 (MaxVio): 0 is perfect balance."""
+    """Return max over loads [L, E] of load / mean load of the layer - 1 (MaxVio): 0 is perfect balance."""
     return float((loads.max(dim=1).values / loads.mean(dim=1).clamp_min(1e-9)).max() - 1.0)
 
 
 def dead_experts(loads: Tensor) -> int:
-    """Return how many experts received no token at all."""
+    """Return how many experts received no token at all; ``loads`` is [L, E]."""
     return int((loads == 0).sum())

@@ -230,7 +230,7 @@ def correct_slots(
     stop: int,
     num_draft_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``correct`` and ``mask`` of :func:`slot_outcomes`."""
+    """Return ``correct`` and ``mask``, [N, G] bool each, of :func:`slot_outcomes`."""
     outcomes = slot_outcomes(drafter, target, text, start, stop, num_draft_tokens)
     return outcomes.correct, outcomes.mask
 

@@ -50,7 +50,7 @@ def compute_features(
 
 
 def states_of(features: Tensor, target: LagunaForCausalLM) -> TargetStates:
-    """Turn features into what the drafter's loss reads: float32 on a CPU, bfloat16 on a GPU."""
+    """Turn features [..., m + 1, D] into what the loss reads: float32 on a CPU, bfloat16 on a GPU."""
     kind = torch.bfloat16 if features.is_cuda else torch.float32
     norm = target.model.norm
     last = F.rms_norm(features[..., -1, :].float(), (features.shape[-1],), norm.weight.float(), norm.eps)

@@ -70,7 +70,7 @@ class SlotTerms:
 
     @property
     def overlap(self) -> Tensor:
-        """Sum over words of min(p, q): the acceptance of rejection sampling."""
+        """Sum over words of min(p, q), [N, G] in 0..1: the acceptance of rejection sampling."""
         assert self.l1 is not None
         return (1.0 - 0.5 * self.l1).clamp(0.0, 1.0)
 

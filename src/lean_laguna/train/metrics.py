@@ -39,12 +39,12 @@ def run_lengths(match: Tensor, longest: int) -> Tensor:
 
 
 def position_accuracy(correct: Tensor, mask: Tensor) -> list[float]:
-    """Return the share of correct proposals per slot, whatever came before."""
+    """Return the share of correct proposals [N, G] per slot, whatever came before."""
     return ((correct & mask).sum(0) / mask.sum(0).clamp_min(1)).tolist()
 
 
 def conditional_accuracy(correct: Tensor, mask: Tensor) -> list[float]:
-    """Return the share of correct proposals per slot among blocks whose earlier slots were all correct."""
+    """Return the share of correct proposals [N, G] per slot where the block's earlier slots were correct."""
     reached = (
         torch.cumprod(torch.cat([torch.ones_like(correct[:, :1]), correct[:, :-1]], 1).long(), 1).bool()
         & mask
@@ -53,7 +53,7 @@ def conditional_accuracy(correct: Tensor, mask: Tensor) -> list[float]:
 
 
 def expected_acceptance_length(accepted: Tensor) -> float:
-    """Return ``eal``: mean of L + 1 over all anchors."""
+    """Return ``eal``: mean of L + 1 over all anchors; ``accepted`` holds each L, [N]."""
     return float((accepted + 1).double().mean())
 
 

@@ -53,7 +53,7 @@ def build_target(recipe: TargetRecipe, device: torch.device, where: str) -> Lagu
 
 
 def correction_biases(model: nn.Module) -> list[Tensor]:
-    """Return the router biases of the sparse layers in layer order; they never require gradients."""
+    """Return the router biases [E] of the sparse layers in layer order; they never require gradients."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found = [tensor for name, tensor in tensors if "correction_bias" in name]
     for tensor in found:

@@ -155,7 +155,7 @@ class PrefillStep:
         return self.found(num_tokens, all_rows=all_rows)
 
     def found(self, num_tokens: int, *, all_rows: bool) -> Tensor:
-        """Return what ``run`` does, of the chunk last launched."""
+        """Return what ``run`` does of the chunk last launched: [num_tokens, D], or the last one's [1, D]."""
         normed = self.scratch.normed
         return normed[:num_tokens] if all_rows else normed[num_tokens - 1 : num_tokens]
 
