@@ -153,8 +153,8 @@ def _check_destination(final: Path, layouts: Mapping[Path, Mapping[str, TensorSp
     free = shutil.disk_usage(final.parent).free
     if free + done < needed:
         raise ConfigError(
-            f"cannot write {final}: it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on that "
-            "disk"
+            f"cannot write {final}: it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free "
+            "on that disk"
         )
 
 
