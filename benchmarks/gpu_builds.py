@@ -21,8 +21,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ ON_TRITON: tuple[dict[str, Any], ...] = (
 ON_CUDA: tuple[dict[str, Any], ...] = ({"kernels": "cuda", "drafter": "dummy"},)
 """The same where ``auto`` leaves CUDA C++ out."""
 ALL: dict[str, Any] = {"drafter": None, "scheme": "bf16", "kv_cache_dtype": "auto", "kernels": "auto"}
+KINDS = ("triton", "cuda")
 REGISTERS = 65536
 """Of a multiprocessor."""
 TENSOR_MEMORY = 512
@@ -105,7 +107,7 @@ def build(launch: Launched, card: Card) -> Built:
             shared, threads = kernel.metadata.shared, 32 * kernel.metadata.num_warps
             columns = getattr(kernel.metadata, "tmem_size", None) or 0
     except Exception as error:  # a compiler's, of whatever kind: it is what the table is about
-        return Built(launch.name, launch.what, " ".join(_cause(error).split())[-400:])
+        return Built(launch.name, launch.what, _cause(error))
     found = Built(launch.name, launch.what, "", shared, registers, stack, threads)
     if columns > TENSOR_MEMORY:
         return failed(found, f"{columns} columns of tensor memory, there are {TENSOR_MEMORY}")
@@ -117,9 +119,12 @@ def build(launch: Launched, card: Card) -> Built:
 
 
 def _cause(error: BaseException) -> str:
+    """Return the line of a compiler's words that says what is wrong, or all of them in short."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    told = [line for line in lines if any(word in line for word in ("fatal", "error  ", "error:", "rror : "))]
+    return " ".join(" ".join((told or lines)[:3]).split())[:300]
 
 
 def failed(found: Built, error: str) -> Built:
@@ -141,15 +146,17 @@ def usage(code: bytes) -> tuple[int, int, int]:
 
 
 def models(card: Card, shapes: Sequence[str], *, is_quick: bool) -> Iterator[dict[str, Any]]:
-    """Return the engines to be made for a card: all of them for one card of a family."""
+    """Return the engines to be made for a card: more of them for one card of a family."""
     if is_quick:
         yield ALL | {"shape": shapes[0]} | BASIC[0]
         return
     is_first = card.architecture in FAMILIES
     other_kernels = ON_TRITON if card.capability >= (9, 0) else ON_CUDA
-    for own in (*BASIC, *other_kernels, *(OTHERS if is_first else ())):
+    for own in BASIC:
         for shape in shapes if is_first else shapes[:1]:
             yield ALL | {"shape": shape} | own
+    for own in (*other_kernels, *OTHERS) if is_first else ():
+        yield ALL | {"shape": shapes[0]} | own
 
 
 def note(card: Card, shapes: Sequence[str], *, is_quick: bool) -> tuple[list[Launched], list[dict[str, Any]]]:
@@ -203,27 +210,46 @@ def build_each(launches: Sequence[Launched], card: Card, workers: int, until: fl
     return found
 
 
-def build_for(
-    architecture: int, args: argparse.Namespace, workers: int, until: float
-) -> tuple[list[dict[str, Any]], list[Built | None]]:
-    """Build for one architecture; return what its engines are, and its kernels.
+def build_for(architecture: int, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Build one architecture's kernels of one kind.
 
     Args:
         architecture: 90 for sm_90.
+        kind: ``cuda`` or ``triton``.
         args: From ``parse``.
-        workers: Processes.
-        until: Time after which no kernel is begun.
+
+    Returns:
+        What its engines are, and fields of ``Built`` for every kernel, None for those not begun.
     """
-    card = CARDS[architecture]
+    card, until, is_cuda = CARDS[architecture], args.until, kind == "cuda"
     launches, engines = note(card, args.shapes.split(","), is_quick=args.quick)
-    has_compiler = has_nvrtc()
     wanted = [
         launch
         for launch in launches
-        if any(part in launch.name for part in args.only.split(","))
-        and (has_compiler or not isinstance(launch, CudaLaunch))
+        if isinstance(launch, CudaLaunch) == is_cuda
+        and any(part in launch.name for part in args.only.split(","))
     ]
-    return engines, build_each(wanted, card, workers, until)
+    if is_cuda:
+        # In threads: NVRTC lets go of Python's lock, and did not survive a fork.
+        with ThreadPoolExecutor(args.workers) as pool:
+            built = list(pool.map(lambda own: build(own, card) if time.time() < until else None, wanted))
+    else:
+        built = build_each(wanted, card, args.workers, until)
+    return {"engines": engines, "built": [None if own is None else asdict(own) for own in built]}
+
+
+def build_apart(task: tuple[int, str], args: argparse.Namespace) -> dict[str, Any]:
+    """Do what ``build_for`` does in a process of its own."""
+    architecture, kind = task
+    workers = -(-args.workers // (len(KINDS) * len(args.architectures.split(","))))
+    own = {"architectures": architecture, "part": kind, "workers": workers, "until": args.until}
+    own |= {"shapes": args.shapes, "only": args.only}
+    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in own.items())]
+    done = subprocess.run(
+        [*command, "--quick"] if args.quick else command, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def summary(
@@ -281,24 +307,34 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="such as norm,project.cu: kernels so named")
     parser.add_argument("--quick", action="store_true", help="one engine a card: BF16 and a DFlash drafter")
     parser.add_argument("--each", action="store_true", help="keep a line for every kernel in the file")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that build")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="kernels built at once",
+    )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; then no more are begun")
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("triton", "cuda"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; 1 where something does not build."""
     args = parse(argv)
-    until = time.time() + args.budget
+    args.until = min(args.until, time.time() + args.budget)
     architectures = [int(name) for name in args.architectures.split(",")]
-    side_by_side = min(args.workers, len(architectures))
-    options = args, -(-args.workers // side_by_side), until
-    with ProcessPoolExecutor(side_by_side, multiprocessing.get_context("fork")) as pool:
-        done = pool.map(build_for, architectures, *([option] * len(architectures) for option in options))
-        rows = {
-            f"sm_{own}": summary(CARDS[own], built, engines, keeps_each=args.each)
-            for own, (engines, built) in zip(architectures, done, strict=True)
-        }
+    if args.part is not None:
+        print(json.dumps(build_for(architectures[0], args.part, args)))
+        return 0
+    kinds = KINDS if has_nvrtc() else KINDS[:1]
+    tasks = [(own, kind) for own in architectures for kind in kinds]
+    with ThreadPoolExecutor(min(args.workers, len(tasks))) as pool:
+        done = dict(zip(tasks, pool.map(partial(build_apart, args=args), tasks), strict=True))
+    rows = {}
+    for own in architectures:
+        built = [None if row is None else Built(**row) for kind in kinds for row in done[own, kind]["built"]]
+        rows[f"sm_{own}"] = summary(CARDS[own], built, done[own, "triton"]["engines"], keeps_each=args.each)
     note = "built only, nothing was run" + ("" if has_nvrtc() else "; no NVRTC here: Triton's alone")
     found = {"run": describe_run(argv), "note": note, "architectures": rows}
     if args.out is not None:
