@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -94,3 +95,48 @@ def test_results_show_no_mismatch() -> None:
     for name in names:
         assert _result(name)["parity"]["num_mismatches"] == 0, name
     assert all(run["identical"] for run in _result("long_context.json")["long"])
+
+
+BESIDE = {
+    "decode, one stream, no drafter, 2,048 tokens of context": ("plain: 2048", "tok_per_s"),
+    "decode with 32,768 tokens of context, no drafter": ("plain: 32768", "tok_per_s"),
+    "time to first token, prompt of 2,048": ("plain: 2048", "ttft_ms"),
+    "time to first token, prompt of 32,768": ("plain: 32768", "ttft_ms"),
+    "decode, one stream, 7 drafts": ("drafts: 2048", "tok_per_s"),
+    "two streams, best setting of each": ("2 streams", None),
+    "four streams": ("4 streams", None),
+    "eight streams": ("8 streams", None),
+    "sixteen streams": ("16 streams", None),
+}
+"""Rows of the table beside vLLM: the measurement, or the end of its name, and the figure of it."""
+
+
+def _beside(is_ours: bool, name: str, key: str | None) -> list[float]:
+    """Return what a row may say of a side: the best setting's median, or its better run."""
+    found = _result("gpu_beside_vllm_h200.json")["main"]["sides"]
+    runs = [
+        entry[key] if key else entry
+        for side, measured in found.items()
+        if side.startswith("vllm") != is_ours and side != "ours-again"
+        for what, entry in measured.items()
+        if what.endswith(name)
+    ]
+    best = max(runs, key=median)
+    return [median(best), *([] if is_ours else [max(best)])]
+
+
+@pytest.mark.parametrize("label", BESIDE)
+def test_figure_beside_vllm_is_that_of_the_result_file(label: str) -> None:
+    line = next(line for line in README.splitlines() if line.startswith(f"| {label} |"))
+    ours, theirs, ratio = (float(cell) for cell in re.findall(r"\| \**([\d.]+)", line))
+    assert any(abs(ours - right) <= 0.5 for right in _beside(True, *BESIDE[label]))
+    assert any(abs(theirs - right) <= 0.5 for right in _beside(False, *BESIDE[label]))
+    # Of the figures before they were rounded, too.
+    assert abs(ratio - ours / theirs) <= 0.005 + ratio * (0.5 / ours + 0.5 / theirs)
+
+
+def test_mismatches_on_a_gpu_are_those_of_the_result_files() -> None:
+    for name in ("gpu_engine_cuda_h200.json", "gpu_engine_h200.json"):
+        compared = _result(name)["nano"]["compared"]
+        assert compared["token_mismatches"] == compared["logits_mismatches"] == 0, name
+        assert str(compared["tokens"]) in README, name
