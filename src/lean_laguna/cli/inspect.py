@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lean_laguna.plan.bandwidth import Bandwidth
     from lean_laguna.plan.subject import Target
 
+MOST_ROWS = 4096
+"""Far beyond what memory alone bounds."""
 KV_BYTES = {"bfloat16": 2, "fp8": 1, "float32": 4}
 HELP = """\
 usage: lean-laguna inspect CHECKPOINT | --shape NAME [options]
@@ -49,7 +51,7 @@ def build_parser() -> Parser:
     parser.add_argument("--acceptance", type=_rates)
     parser.add_argument("--context", type=whole(0), default=2048)
     parser.add_argument("--kv-dtype", type=one_of(*KV_BYTES), default="bfloat16")
-    parser.add_argument("--rows", type=whole_list(1))
+    parser.add_argument("--rows", type=whole_list(1, MOST_ROWS))
     parser.add_argument("--overlap", type=_share, default=0.0)
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--json", action="store_true")

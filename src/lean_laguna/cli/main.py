@@ -21,6 +21,7 @@ COMMANDS = ("generate", "serve", "bench", "sweep", "parity", "train", "inspect",
 OK, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
 OTHER_SIGNS = {"·": "-", "–": "-", "×": "x", "→": "->", "≤": "<=", "…": "..."}
 OTHER_SIGNS |= dict.fromkeys("▏▎▍", " ") | dict.fromkeys("▌▋▊▉█", "#")
+_LONGEST_LINE = 2000
 HELP = """\
 usage: lean-laguna COMMAND [options]
 
@@ -123,7 +124,11 @@ def _run(words: list[str]) -> int:
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    """Return a message as a line that a terminal can show: it may repeat what a file or a caller made up."""
+    line = " ".join(message.split())
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    half = (_LONGEST_LINE - 5) // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 if __name__ == "__main__":

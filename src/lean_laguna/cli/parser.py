@@ -88,9 +88,9 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return convert
 
 
-def whole_list(minimum: int) -> Callable[[str], list[int]]:
+def whole_list(minimum: int, maximum: int | None = None) -> Callable[[str], list[int]]:
     """Return an argparse type that takes whole numbers separated by commas, without repetition."""
-    one = whole(minimum)
+    one = whole(minimum, maximum)
 
     def convert(text: str) -> list[int]:
         return list(dict.fromkeys(one(part.strip()) for part in text.split(",")))

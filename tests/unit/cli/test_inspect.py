@@ -52,6 +52,7 @@ def test_headers_are_read_without_torch():
         (["--shape", "laguna-xs", "--card", "h2000"], "did you mean 'h200'"),
         (["--shape", "laguna-xs", "--bandwidth", "fast"], "--bandwidth must be a bandwidth"),
         (["--shape", "laguna-xs", "--card", "h200", "--hashes"], "--hashes needs a checkpoint folder"),
+        (["--shape", "laguna-xs", "--rows", "1,9999999999"], "must be a whole number from 1 to 4096"),
         (["--shape", "laguna-xs", "--overlap", "2"], "must be a number from 0 to 1"),
         (["--shape", "laguna-xs", "--acceptance", "0.5,0.9"], "must be shares from 0 to 1 that do not rise"),
         (["nano-dflash", "--card", "h200"], "this is a drafter"),

@@ -134,3 +134,15 @@ def test_a_closed_standard_stream_is_stood_in_for(command, monkeypatch, name):
 def test_an_empty_output_path_is_refused_before_the_work(flag, capsys):
     assert main(["bench", flag, ""]) == 2
     assert "it is a folder; give a file name" in capsys.readouterr().err
+
+
+def test_what_a_file_made_up_neither_fills_nor_steers_the_terminal(command, capsys):
+    def run(args):
+        raise CheckpointError(f"found '\x1b[2J\x07{'9' * 100_000}'; expected 3")
+
+    command.run = run
+    assert main(["generate", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(r"lean-laguna: error: found '\x1b[2J\x07999")
+    assert err.endswith("999'; expected 3\n")
+    assert len(err) < 2100
