@@ -23,7 +23,8 @@ def summary(llm: LLM, config: ServerConfig) -> str:
         _sampling(llm, config),
         f"context {engine.max_model_len} tokens",
         f"{llm.config.max_num_seqs} sequences at once",
-        f"{engine.kv_bytes / 2**20:.0f} MiB of keys and values",
+        f"{engine.kv_bytes / 2**20:.0f} MiB of keys and values"
+        + (" in FP8" if llm.config.kv_cache_dtype == "fp8" else ""),
     ]
     return "; ".join(parts)
 

@@ -30,6 +30,11 @@ def test_one_line_says_what_is_used_and_why(llm):
         assert part in line
 
 
+def test_keys_and_values_in_fp8_are_said_to_be():
+    small = LLM("nano", max_model_len=64, kv_cache_dtype="fp8")
+    assert "MiB of keys and values in FP8" in summary(small, ServerConfig())
+
+
 def test_what_was_asked_for_is_said_to_be(llm):
     config = ServerConfig(
         default_chat_template_kwargs={"enable_thinking": True},
