@@ -287,7 +287,7 @@ def stands_in(card: Card) -> Iterator[Noted]:
         (launching, "launch", noted.note_cuda),
         (JITFunction, "run", lambda kernel, *args, **options: noted.note_triton(kernel, *args, **options)),
         (gpu_engine, "drop_stack", functools.partial(_answer, None)),
-        (gpu_engine, "can_compile_cuda", lambda weight: weight.dtype == torch.bfloat16),
+        (gpu_engine, "why_not_cuda", lambda weight: None if weight.dtype == torch.bfloat16 else "float32"),
         (gpu_engine, "measure_rows", lambda p: [[1.0] * (p.most_rows + 1) for _ in p.widths]),
         (gpu_weights, "_rotary", _rotary),
         (gpu_packed, "reordered", lambda codes, *_: codes),
@@ -317,13 +317,9 @@ def _answer(value: Any, *_: Any, **__: Any) -> Any:
 
 def _forget() -> None:
     """Let go of what functions remember of the device."""
-    for function in (
-        driver.architecture,
-        driver.multiprocessors,
-        driver.shared_memory,
-        driver.has_bulk_copies,
-    ):
-        function.cache_clear()
+    for name in ("architecture", "multiprocessors", "shared_memory", "has_bulk_copies"):
+        getattr(driver, name).cache_clear()
+    shared_memory.cache_clear()
 
 
 def _rotary(rope: RopeConfig, head_dim: int, num: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:

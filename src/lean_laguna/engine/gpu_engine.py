@@ -28,7 +28,7 @@ from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
-from lean_laguna.engine.gpu_weights import can_compile_cuda, drop_stack
+from lean_laguna.engine.gpu_weights import drop_stack, why_not_cuda
 from lean_laguna.engine.kv_budget import KVBudget, kv_cache_for
 from lean_laguna.engine.llm_engine import LLMEngine, candidates_of
 from lean_laguna.engine.logprobs import prompt_logprobs
@@ -114,16 +114,19 @@ class GpuEngine(LLMEngine):
         return budget
 
     def _uses_cuda(self, weight: Tensor) -> bool:
-        """Whether CUDA C++ kernels take what fits them; says where they were asked for and do not."""
-        if self.config.kernels == "triton" or not can_compile_cuda(weight):
+        """Whether CUDA C++ kernels take what fits them; says where they would be expected and do not."""
+        kernels = self.config.kernels
+        if kernels == "triton" or weight.device.type != "cuda":
             return False
         # Without the copy engine their other way of loading takes over, which is not proven on such cards.
-        if self.config.kernels == "auto" and torch.cuda.get_device_capability(weight.device) < (9, 0):
+        if kernels == "auto" and torch.cuda.get_device_capability(weight.device) < (9, 0):
             return False
-        has_plain_pages = self.config.kv_cache_dtype == "auto"
-        if not has_plain_pages and self.config.kernels == "cuda":
-            print("lean-laguna: kernels cuda read no FP8 cache: layers run on Triton's", file=sys.stderr)
-        return has_plain_pages
+        reason = why_not_cuda(weight)
+        if reason is None and self.config.kv_cache_dtype != "auto":
+            reason = "they read no FP8 cache"
+        if reason is not None:
+            print(f"lean-laguna: Triton kernels alone, without the CUDA C++ ones: {reason}", file=sys.stderr)
+        return reason is None
 
     @property
     def kernels(self) -> str:

@@ -55,17 +55,17 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
     return reason
 
 
-def can_compile_cuda(weight: Tensor) -> bool:
-    """Say whether the CUDA C++ kernels can be built here for weights of this kind."""
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return False
+def why_not_cuda(weight: Tensor) -> str | None:
+    """Say why the CUDA C++ kernels cannot be built for weights of this kind on a GPU; None where they can."""
+    if weight.dtype != torch.bfloat16:
+        return f"they run bfloat16, not {str(weight.dtype).removeprefix('torch.')}"
     from lean_laguna.kernels.cuda.compiler import CompilationError, nvrtc
 
     try:
         nvrtc()
-    except CompilationError:
-        return False
-    return True
+    except CompilationError as error:
+        return str(error)
+    return None
 
 
 def drop_stack(device: torch.device) -> None:

@@ -159,10 +159,10 @@ def kv_cache_for(
     )
     try:
         cache = allocate(groups, budget.num_blocks, config.kv_block_size, dtype, device)
-    except (RuntimeError, TypeError):  # out of memory, or more than a tensor can be
+    except (RuntimeError, TypeError) as error:  # out of memory, or more than a tensor can be
         raise ConfigError(
             f"the KV cache needs {budget.total_bytes} bytes, more than this machine can give; ask for less "
-            f"with kv_cache_memory_bytes (free now: {free_memory_bytes(device)})"
+            f"with kv_cache_memory_bytes (free now: {free_memory_bytes(device)}): {error!s:.200}"
         ) from None
     return cache, budget
 

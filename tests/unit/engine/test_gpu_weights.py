@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.core.model_config import LagunaConfig
-from lean_laguna.engine.gpu_weights import can_compile_cuda, drafter_weights, target_weights, why_not
+from lean_laguna.engine.gpu_weights import drafter_weights, target_weights, why_not, why_not_cuda
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise
 from support.engines import tiny_drafter, tiny_target
@@ -80,4 +80,4 @@ def test_reasons_of_the_machine_and_of_the_drafter(monkeypatch):
     assert "not all of one kind" in why_not(tiny_target(), tiny_drafter(layers="SF"), CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "interpreter" in why_not(tiny_target(), None, CPU)
-    assert not can_compile_cuda(torch.zeros(1))
+    assert why_not_cuda(torch.zeros(1)) == "they run bfloat16, not float32"
