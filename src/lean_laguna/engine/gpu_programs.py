@@ -103,7 +103,7 @@ class StepPrograms:
         self._is_gpu = self.device.type == "cuda"
         self._tiles = Tiles() if self._is_gpu else interpreted_tiles(drafter)
         layers = self.target.layers + (self.drafter.layers if self.drafter is not None else ())
-        self._cuda_layers = _cuda_layers(self.device) if use_cuda else None
+        self._cuda_layers = _cuda_layers(self.device, pools.kv_block_size) if use_cuda else None
         self._run_layer: LayerRunner = self._cuda_layers or run_layer
         kernel_rows = self._cuda_layers.most_rows(layers) if self._cuda_layers is not None else TRITON_ROWS
         self._set_widths(rows_of_launch(max_rows, kernel_rows))
@@ -492,7 +492,7 @@ class StepPrograms:
         self._filter(cols, self.state.fields["sampled"], 1)
 
 
-def _cuda_layers(device: torch.device) -> CudaLayers:
+def _cuda_layers(device: torch.device, kv_block: int) -> CudaLayers:
     from lean_laguna.kernels.cuda.layers import CudaLayers
 
-    return CudaLayers(device)
+    return CudaLayers(device, kv_block)

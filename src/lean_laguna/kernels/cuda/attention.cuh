@@ -35,6 +35,7 @@
 #define ROUNDS ((QUERIES + OWN_ROWS + 15) / 16)
 // A page holds a whole number of a warp's keys, or they of it.
 #define PAGES (KV_BLOCK < KEYS ? KEYS / KV_BLOCK : 1)
+static_assert(KV_BLOCK % KEYS == 0 || KEYS % KV_BLOCK == 0, "a warp's keys are whole pages, or all in one");
 #define ONES 0x3f803f80u
 #define LOG2_E 1.4426950408889634f
 #define INF __int_as_float(0x7f800000)

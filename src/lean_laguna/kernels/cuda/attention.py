@@ -24,6 +24,8 @@ WIDE_CLUSTERS = (2, 1)
 """Programs of a cluster in wider steps, in full layers and in those with windows."""
 TILE = 16
 """Queries of a matrix instruction."""
+KEYS = 16
+"""Of a split, that a warp takes."""
 
 
 def has_clusters(device: torch.device) -> bool:
@@ -66,10 +68,17 @@ def _shared_bytes(shape: AttentionShape, cols: int) -> int:
     return vectors * (shape.head_dim + 8) * 2 + sums + room + 12 * MAX_ROWS + 48
 
 
+def fits_pages(kv_block: int) -> bool:
+    """Say whether ``attend`` takes pages of so many keys: a warp's are whole pages, or all in one."""
+    return kv_block % KEYS == 0 or KEYS % kv_block == 0
+
+
 def fits_attention(shape: AttentionShape) -> bool:
     """Say whether ``attend`` takes a shape."""
     return (
         shape.head_dim == HEAD_DIM
+        # Elements are loaded by twos, and rows of q, k, v and gates lie one after another.
+        and shape.width % 2 == 0
         and shape.rotary_dim in (32, 64, 128)
         and shape.num_heads % shape.num_kv_heads == 0
     )

@@ -26,14 +26,15 @@ class CudaLayers:
     takes depends on its shape alone.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, kv_block: int = 16):
         """Find out what the device can do.
 
         Args:
             device: Where the weights are.
+            kv_block: Keys of a page.
         """
         self._device = device
-        self._attends = cuda_attention.has_clusters(device)
+        self._attends = cuda_attention.has_clusters(device) and cuda_attention.fits_pages(kv_block)
 
     def attends_all(self, layers: Sequence[LayerWeights]) -> bool:
         """Say whether no layer's attention needs ``Scratch.partial``."""

@@ -29,6 +29,8 @@ def fits_prompts(shape: AttentionShape, block: int) -> bool:
     """Say whether ``attend_block`` takes a layer's shape, and blocks of so many tokens."""
     return (
         shape.head_dim == HEAD_DIM
+        # Elements are loaded by eights, and rows of q, k, v and gates lie one after another.
+        and shape.width % 8 == 0
         and shape.rotary_dim in (64, 128)
         and shape.num_heads % shape.num_kv_heads == 0
         and shape.window % IMAGE_KEYS == 0

@@ -27,8 +27,8 @@ def small_clusters(monkeypatch):
     )
 
 
-def scene_of(shape, contexts, counts, draw, poisoned, device):
-    return Scene(shape, contexts, counts, draw, poisoned, device, max_len=2304, kv_block=16)
+def scene_of(shape, contexts, counts, draw, poisoned, device, kv_block=16):
+    return Scene(shape, contexts, counts, draw, poisoned, device, max_len=2304, kv_block=kv_block)
 
 
 def run(scene, cols=16):
@@ -70,6 +70,25 @@ def test_attention_equals_its_twin_and_appends_keys(draw, poisoned, device, shap
         torch.testing.assert_close(scene.cache[0][block, slot], k, atol=2e-2, rtol=2e-2)
         assert torch.equal(scene.cache[1][block, slot], v)
     assert out[scene.total :].isnan().all()
+
+
+@pytest.mark.usefixtures("small_clusters")
+@pytest.mark.parametrize("kv_block", [4, 48])
+def test_pages_hold_as_many_keys_as_they_like_if_a_warps_are_whole_pages_or_in_one(
+    draw, poisoned, device, kv_block
+):
+    assert module.fits_pages(kv_block)
+    scene = scene_of(SLIDING, [253], [7], draw, poisoned, device, kv_block)
+    torch.testing.assert_close(run(scene)[:7], next(iter(scene.expected()))[0], atol=3e-2, rtol=3e-2)
+
+
+def test_what_the_loads_cannot_take_does_not_fit():
+    assert not module.fits_pages(24)
+    assert not module.fits_pages(3)
+    assert module.fits_attention(FULL)
+    # Odd rows of q, k, v and gates would start at odd elements.
+    assert not module.fits_attention(dataclasses.replace(FULL, num_heads=9, num_kv_heads=3))
+    assert module.fits_attention(dataclasses.replace(FULL, num_heads=9, num_kv_heads=3, has_gate=False))
 
 
 @pytest.mark.usefixtures("small_clusters")
