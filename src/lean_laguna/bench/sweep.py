@@ -1,7 +1,7 @@
 """Speed and parity against the draft length, measured on this machine, and the length that is best on it.
 
-The best length depends on the machine more than on the model: published optima for one family run from 3 to
-    9.
+The best length depends on the machine more than on the model: published optima for one family run from 3
+to 9.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lean_laguna.core.cpus import usable_cpus
 from lean_laguna.core.env import cache_dir
 from lean_laguna.core.errors import LeanLagunaError
 from lean_laguna.core.files import atomic_write_text, sha256_file
@@ -70,7 +71,7 @@ def machine() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
-        "num_cpus": _num_usable_cpus(),
+        "num_cpus": usable_cpus(),
         "memory_bytes": _memory_bytes(),
     }
     if gpus := _nvidia_gpus():
@@ -123,12 +124,6 @@ def _cpu_model() -> str | None:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or None
-
-
-def _num_usable_cpus() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _memory_bytes() -> int | None:

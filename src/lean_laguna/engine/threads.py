@@ -6,11 +6,11 @@ has other work to do threads wait for each other. The bits of the output do not 
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
 
+from lean_laguna.core.cpus import usable_cpus
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm_engine import LLMEngine
 
@@ -48,7 +48,7 @@ def tune_num_threads(engine: LLMEngine) -> int:
 
 def _candidates() -> list[int]:
     """Return 1, 2, 4 ... and the number of usable cores."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cpus()
     powers = [2**i for i in range(usable.bit_length()) if 2**i < usable]
     return [*powers, usable]
 
