@@ -1,7 +1,7 @@
 """Numbers out of timed generations, with vLLM's keys where vLLM has one.
 
 Every phase of a request is in exactly one metric: arrival to first token in TTFT, first to last token in
-    decode.
+decode.
 """
 
 from __future__ import annotations

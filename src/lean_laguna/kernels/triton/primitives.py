@@ -22,8 +22,7 @@ def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr):
     Args:
         PDL: Launched with programmatic dependent launch (sm_90 and later); otherwise nothing happens.
         EARLY: Let the next kernel start before this one's inputs are there: for kernels too small to fill the
-        memory
-            system, so that the next kernel's weight prefetch covers them.
+            memory system, so that the next kernel's weight prefetch covers them.
     """
     if PDL:
         if EARLY:
