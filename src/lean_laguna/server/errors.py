@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lean_laguna.core.errors import ConfigError, LeanLagunaError, RequestError
+from lean_laguna.core.errors import LeanLagunaError, RequestError
 
 CONTEXT_LENGTH = "context_length_exceeded"
 LONGEST_MESSAGE = 1000
@@ -78,6 +78,6 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return bad_request(str(error), error.param, error.code)
-    if isinstance(error, ConfigError | LeanLagunaError):
+    if isinstance(error, LeanLagunaError):
         return bad_request(str(error))
     return ApiError(500, "the server failed on this request; its log has the details", code="internal_error")
