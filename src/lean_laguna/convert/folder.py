@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import sole_writer
 
 
 @contextlib.contextmanager
@@ -28,17 +29,18 @@ def whole_folder(destination: Path) -> Iterator[Path]:
     if not destination.name or not destination.parent.is_dir():
         raise ConfigError(f"cannot write {destination}: the folder {destination.parent} does not exist")
     partial = destination.with_name(f".{destination.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        partial.mkdir()
-        yield partial
-        if destination.is_dir():
-            destination.rmdir()
-        partial.rename(destination)
-    except OSError as error:
-        raise ConfigError(f"cannot write {destination}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with sole_writer(destination):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+            partial.mkdir()
+            yield partial
+            if destination.is_dir():
+                destination.rmdir()
+            partial.rename(destination)
+        except OSError as error:
+            raise ConfigError(f"cannot write {destination}: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def link_or_copy(file: Path, copy: Path) -> None:

@@ -26,7 +26,7 @@ from lean_laguna.convert.weight_encoder import WeightError
 from lean_laguna.convert.worker_pool import worker_pool
 from lean_laguna.core.cpus import usable_cpus
 from lean_laguna.core.errors import ConfigError, WorkerError
-from lean_laguna.core.files import atomic_write_json
+from lean_laguna.core.files import atomic_write_json, sole_writer
 from lean_laguna.engine.kv_budget import free_memory_bytes
 from lean_laguna.quant.scheme import TensorSpec, WeightScheme
 
@@ -102,16 +102,33 @@ def quantize(
         WorkerError: A worker was killed; what is finished stays, and the same call goes on from there.
     """
     final = Path(destination)
+    _check_place(final)
+    with sole_writer(final):
+        return _quantize(
+            source, final, schemes, num_workers, is_checked, shares_divisors, str(device), progress
+        )
+
+
+def _quantize(
+    source: Source,
+    final: Path,
+    schemes: Mapping[str, WeightScheme],
+    num_workers: int,
+    is_checked: bool,
+    shares_divisors: bool,
+    device: str,
+    progress: Progress | None,
+) -> QuantizeResult:
     config = {**source.config, "quantization_config": quantization_json(source, schemes)}
     config.pop("compression_config", None)
     layouts = {file: shard_layout(source, names, schemes) for file, names in source.names_by_file().items()}
-    _check_destination(final, layouts)
+    _check_space(final, layouts)
     partial = final.with_name(f".{final.name}.partial")
     state = ConversionState.load(partial, _fingerprint(source, schemes, is_checked, shares_divisors))
     num_resumed = len(state.files)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        conversion = Conversion(source, schemes, partial, shares_divisors, str(device), is_checked)
+        conversion = Conversion(source, schemes, partial, shares_divisors, device, is_checked)
         run = ShardConversion(source, partial, state, progress=progress)
         with worker_pool(conversion, num_workers) as pool:
             run.run(layouts, pool)
@@ -140,13 +157,16 @@ def quantize(
     )
 
 
-def _check_destination(final: Path, layouts: Mapping[Path, Mapping[str, TensorSpec]]) -> None:
+def _check_place(final: Path) -> None:
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ConfigError(
             f"{final}: exists already; expected a folder that does not exist yet, or an empty one"
         )
     if not final.name or not final.parent.is_dir():
         raise ConfigError(f"cannot write {final}: the folder {final.parent} does not exist")
+
+
+def _check_space(final: Path, layouts: Mapping[Path, Mapping[str, TensorSpec]]) -> None:
     needed = sum(spec.num_bytes for specs in layouts.values() for spec in specs.values()) + _SPARE_BYTES
     partial = final.with_name(f".{final.name}.partial")
     done = sum(size_of(file) for file in partial.glob("*.safetensors")) if partial.is_dir() else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from lean_laguna.core.errors import ConfigError
 
 HASH_CHUNK_BYTES = 1 << 20
 _ESCAPED_HALF, _ESCAPED_HALF_BYTES = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(rb"\\u[dD][89a-fA-F]")
+_HELD_FOLDERS: dict[str, int] = {}
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -63,6 +65,63 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(fault, OSError) and fault.errno in _DISK_FAULTS:
             raise ConfigError(f"cannot write {target}: {fault.strerror}") from None
         raise
+
+
+@contextlib.contextmanager
+def sole_writer(target: Path) -> Iterator[None]:
+    """Keep other processes of this package from writing to the same file or folder until the block ends.
+
+    A killed process holds nothing, though the empty file ``.NAME.lock`` may stay beside its target.
+
+    Raises:
+        ConfigError: Another process is writing there, or nobody can.
+    """
+    lock = target.with_name(f".{target.name}.lock")
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+    try:
+        _lock(handle, target)
+        if not lock.exists() or not os.path.samestat(os.fstat(handle), lock.stat()):
+            raise _busy(target)  # who held it has just removed it
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def hold_folder(folder: Path) -> None:
+    """Keep other processes out of a folder for as long as this process lives.
+
+    Raises:
+        ConfigError: Another process holds it.
+    """
+    place = os.path.realpath(folder)
+    if place in _HELD_FOLDERS:
+        return
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+    except ConfigError:
+        os.close(handle)
+        raise
+    _HELD_FOLDERS[place] = handle
+
+
+def _lock(handle: int, target: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _busy(target) from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _busy(target: Path) -> ConfigError:
+    return ConfigError(f"{target}: another process is writing there; wait for it, or give another place")
 
 
 def remove_unfinished(folder: Path) -> None:

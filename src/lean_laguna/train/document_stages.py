@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.core.files import sha256_file
+from lean_laguna.core.files import sha256_file, sole_writer
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.engine.llm import LLM
@@ -61,15 +61,21 @@ def run_responses(
         is_given: Take the file's own answers instead: off the target's distribution, and said so.
         report: Receives lines.
         echo: Receives how far the answers are.
+
+    Raises:
+        ConfigError: Another process is writing the same file, or as ``begin_responses``.
+        DataError: The prompts are unusable, or as ``begin_responses``.
     """
     conversations = read_conversations(prompts)
     if is_given:
         report("answers are taken as given: a drafter learns most from what its target would write itself")
         template, tokenizer = ChatTemplate.from_dir(target_folder), Tokenizer.from_dir(target_folder)
         counts = write_given(conversations, template, tokenizer, out, options, target_folder)
-    else:
-        for conversation in conversations:
-            conversation.question()
+        return {name: float(count) for name, count in counts.items()}
+    for conversation in conversations:
+        conversation.question()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with sole_writer(out):
         begun = begin_responses(out, prompts, options, target_folder)
         llm = LLM(
             str(target_folder), speculative_config={"model": drafter} if drafter else None, device=device

@@ -7,13 +7,14 @@ and, for a drafter, ``text.pt`` (what the target wrote).
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.files import atomic_write_json, remove_unfinished
+from lean_laguna.core.files import atomic_write_json, hold_folder, remove_unfinished
 
 ResumeMode = Literal["auto", "yes", "no"]
 # What reading a file of torch.save may raise when it is cut short or something else.
@@ -40,9 +41,12 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
             the old one.
 
     Raises:
-        ConfigError: The state belongs to another run, or there is none and ``resume`` is ``yes``.
+        ConfigError: The state belongs to another run, or there is none and ``resume`` is ``yes``, or another
+            process is training there.
     """
     work.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("RANK", "0") == "0":  # of several processes of one run, as torchrun counts them
+        hold_folder(work)
     remove_unfinished(work)
     mine = json.loads(json.dumps(identity))
     has_state = (work / STATE).exists() and resume != "no"

@@ -2,6 +2,8 @@ import errno
 import hashlib
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -10,12 +12,14 @@ from lean_laguna.core.files import (
     atomic_write_json,
     atomic_write_text,
     atomic_writer,
+    hold_folder,
     is_there,
     parse_json,
     remove_unfinished,
     require_writable,
     sha256_file,
     sha256_text,
+    sole_writer,
 )
 
 
@@ -165,3 +169,51 @@ def test_a_character_of_two_escapes_and_an_escaped_backslash_are_json():
 def test_a_folder_where_no_file_can_be_made_is_refused_before_the_work():
     with pytest.raises(ConfigError, match=r"cannot write /proc/result\.json"):
         require_writable("/proc/result.json")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from lean_laguna.core.files import hold_folder, sole_writer
+place = Path(sys.argv[2])
+if sys.argv[1] == "folder":
+    hold_folder(place)
+    print("held", flush=True)
+    time.sleep(60)
+with sole_writer(place):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_of_two_processes_the_second_is_told_and_a_killed_one_holds_nothing(kind, tmp_path):
+    place = tmp_path / "out"
+    if kind == "folder":
+        place.mkdir()
+
+    def take():
+        if kind == "folder":
+            hold_folder(place)
+            hold_folder(place)  # one process may come twice
+        else:
+            with sole_writer(place):
+                pass
+
+    with subprocess.Popen([sys.executable, "-c", HOLD, kind, str(place)], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(ConfigError, match="out: another process is writing there"):
+                take()
+        finally:
+            other.kill()
+    take()
+    assert not (tmp_path / ".out.lock").exists()
+
+
+def test_a_place_that_nobody_can_write_is_named_before_the_work(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*nowhere/out: No such file"),
+        sole_writer(tmp_path / "nowhere" / "out"),
+    ):
+        pass
