@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from lean_laguna.kernels.cuda import prompt_attention as module
-from lean_laguna.kernels.cuda.prompt_attention import attend_block
+from lean_laguna.kernels.cuda.prompt_attention import attend_block, fits_prompts
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.weights import rotary_tables
 from support import kernel_twins as plain
 from support.prompt_images import images_of
 
 J, P, EPS = 2, 128, 1e-6
-FULL = AttentionShape(num_heads=4, num_kv_heads=J, head_dim=P, rotary_dim=64)
-SLIDING = AttentionShape(num_heads=2, num_kv_heads=J, head_dim=P, rotary_dim=P, window=256)
-PLAIN = dataclasses.replace(SLIDING, has_gate=False, has_qk_norm=False, window=128)
+FULL = AttentionShape(num_heads=8, num_kv_heads=J, head_dim=P, rotary_dim=64)
+FEW = dataclasses.replace(FULL, num_heads=4, has_gate=False)
+SLIDING = AttentionShape(num_heads=2, num_kv_heads=J, head_dim=P, rotary_dim=P, window=256, has_gate=False)
+PLAIN = dataclasses.replace(SLIDING, has_qk_norm=False, window=128)
 
 
 class Scene:
@@ -62,7 +63,7 @@ class Scene:
 
 
 @pytest.mark.parametrize(
-    ("shape", "first", "n"), [(FULL, 0, 250), (FULL, 128, 128), (SLIDING, 384, 200), (PLAIN, 0, 256)]
+    ("shape", "first", "n"), [(FEW, 0, 250), (FULL, 128, 128), (SLIDING, 384, 200), (PLAIN, 0, 256)]
 )
 def test_a_block_attends_as_plain_attention_does(draw, poisoned, device, count, shape, first, n):
     scene = Scene(shape, first + n, draw, device)
@@ -70,7 +71,7 @@ def test_a_block_attends_as_plain_attention_does(draw, poisoned, device, count, 
     torch.testing.assert_close(got, scene.expected()[first:], atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("shape", [FULL, SLIDING])
+@pytest.mark.parametrize("shape", [FEW, SLIDING])
 def test_bits_depend_on_neither_block_nor_programs(draw, poisoned, device, count, shape, monkeypatch):
     scene = Scene(shape, 512, draw, device)
     whole = scene.run(0, 512, count, poisoned, 512)
@@ -78,3 +79,10 @@ def test_bits_depend_on_neither_block_nor_programs(draw, poisoned, device, count
     monkeypatch.setattr(module, "CLUSTER", 2)
     parts = [scene.run(first, 256, count, poisoned, 256) for first in (0, 256)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_rows_that_do_not_start_at_sixteen_bytes_do_not_fit():
+    for heads in (8, 48, 64, 72):
+        assert fits_prompts(dataclasses.replace(FULL, num_heads=heads), 1024)
+    assert fits_prompts(FEW, 1024)
+    assert not fits_prompts(dataclasses.replace(FEW, has_gate=True), 1024)
