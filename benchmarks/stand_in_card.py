@@ -32,6 +32,7 @@ from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts
 from lean_laguna.kernels.cuda import driver, launching
 from lean_laguna.kernels.cuda.compiler import Source
+from lean_laguna.kernels.triton.launch import shared_memory
 from lean_laguna.models import dummy
 from lean_laguna.models.dummy import (
     drafter_config,

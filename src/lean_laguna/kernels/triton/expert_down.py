@@ -12,10 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.core.engine_sizes import NARROW
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Weight, format_of, operand, row_bytes, row_elements
-from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two
+from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two, shared_memory
 from lean_laguna.kernels.triton.primitives import load_weight_tile, prefetch_rows, wait_with_rows
+
+_SMALL_THINGS = 1024
+"""Bytes of shared memory of a program beside weights and activations, at most."""
 
 
 @triton.jit
@@ -42,6 +46,7 @@ def _expert_down_kernel(
     SPLIT: tl.constexpr,
     SHARED_K: tl.constexpr,
     COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED: tl.constexpr,
     TAP: tl.constexpr,
@@ -55,7 +60,11 @@ def _expert_down_kernel(
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pid = tl.program_id(0)
+    if GROUPS > 1:
+        group = pid % GROUPS
+        pid = pid // GROUPS
+    n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     if PREFETCH_SLOTS > 0:
         prefetch_rows(shared[0], rows * SHARED_ROW, PREFETCH_SHARED)
@@ -81,6 +90,8 @@ def _expert_down_kernel(
             DTYPE,
         )
     col = tl.arange(0, COLS)
+    if GROUPS > 1:
+        col += group * COLS
     live = col < wait_with_rows(num_rows_ptr, PDL, False)
     mask = live[None, :] & (n < N)[:, None]
     old = tl.load(h_ptr + col[None, :] * N + n[:, None], mask=mask, other=0.0)
@@ -119,6 +130,14 @@ def _expert_down_kernel(
         tl.store(tap_ptr + col[None, :] * tap_stride + n[:, None], y, mask=mask)
 
 
+def _columns(weight: Weight, shared: Weight, tile: Tile, launch: Launch) -> int:
+    """Return the columns of a program: half of all where whole rows of both do not fit shared memory."""
+    lengths = (max(16, power_of_two(cdiv(w.shape[-1], tile.split))) * tile.split for w in (weight, shared))
+    needed = sum(lengths) * weight.dtype.itemsize * (tile.block_n + launch.tile_cols) + _SMALL_THINGS
+    is_too_much = launch.tile_cols > NARROW and needed > shared_memory(weight.device)
+    return launch.tile_cols // 2 if is_too_much else launch.tile_cols
+
+
 def expert_down(
     routing: Routing,
     weight: Weight,
@@ -150,9 +169,11 @@ def expert_down(
     if tile.split < 2:
         raise ValueError(f"expert_down: tile.split must be at least 2, found {tile.split}")
     shared = weight if shared_weight is None else shared_weight
+    cols = _columns(weight, shared, tile, launch)
+    groups = launch.tile_cols // cols
     width = F if shared_weight is None else shared_weight.shape[1]
     prefetch, whole = launch.prefetched(tile, row_bytes(weight)), tile.with_prefetch(1.0)
-    _expert_down_kernel[(cdiv(N, tile.block_n),)](
+    _expert_down_kernel[(cdiv(N, tile.block_n) * groups,)](
         routing.act,
         routing.slot_weights,
         routing.slot_experts,
@@ -174,7 +195,8 @@ def expert_down(
         BLOCK_K=max(16, power_of_two(cdiv(F, tile.split))),
         SPLIT=tile.split,
         SHARED_K=max(16, power_of_two(cdiv(width, tile.split))),
-        COLS=launch.tile_cols,
+        COLS=cols,
+        GROUPS=groups,
         STAGES=tile.stages,
         SHARED=shared_weight is not None,
         TAP=tap is not None,

@@ -5,11 +5,13 @@ Nothing here may depend on the number of live rows: it is read on the device, by
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 # Token rows of every step buffer; and of one request, for which columns there is a tile everywhere.
 from lean_laguna.core.engine_sizes import MAX_ROWS as MAX_ROWS
@@ -115,6 +117,16 @@ class Launch:
 def starts_early(device: torch.device) -> bool:
     """Say whether a kernel can start before the one ahead of it has ended: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; an H200's where there is no GPU."""
+    if is_interpreting() or device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return found
 
 
 def cdiv(a: int, b: int) -> int:

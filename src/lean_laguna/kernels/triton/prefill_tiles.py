@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from triton.runtime import driver
 
 from lean_laguna.kernels.triton.attention import AttentionShape
 from lean_laguna.kernels.triton.formats import Weight
-from lean_laguna.kernels.triton.launch import is_interpreting
+from lean_laguna.kernels.triton.launch import is_interpreting, shared_memory
 from lean_laguna.kernels.triton.prefill_words import takes_words
 
 
@@ -92,8 +91,7 @@ class PrefillTiles:
         """Return the tiles of a device."""
         if is_interpreting() or device.type != "cuda":
             return cls()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return cls.fitting(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+        return cls.fitting(shared_memory(device))
 
     @classmethod
     def fitting(cls, shared_bytes: int) -> PrefillTiles:
