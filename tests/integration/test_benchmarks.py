@@ -18,6 +18,7 @@ TRIED = {
     "gpu_dspark_serving": ["--tiny", "--budget", "900"],
     "gpu_invariance": ["--tiny", "--budget", "900"],
     "gpu_layers": ["--tiny", "--budget", "900"],
+    "gpu_prefill": ["--tiny", "--budget", "900"],
     "gpu_step": ["--tiny", "--budget", "900"],
     "gpu_train_step": ["--small", "--only", "dspark/sdpa", "--repeats", "1"],
 }
