@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.errors import ConfigError, DataError
 from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.drafter_checkpoint import make_drafter, save_drafter
 from lean_laguna.models.laguna import LagunaForCausalLM
@@ -246,7 +247,7 @@ def train_drafter(
     started = time.monotonic()
     device = target.lm_head.weight.device
     processes = join(device)
-    _check_processes(recipe, processes, seconds, where)
+    recipe = shared_recipe(recipe, processes.count, seconds, where)
     log = RunLog(out / "train_log.jsonl", echo, is_silent=not processes.is_first)
     log.open(is_resumed=(work / STATE).exists())
     target.requires_grad_(False)
@@ -254,6 +255,11 @@ def train_drafter(
     parameters = sum(p.numel() for p in drafter.parameters())
     shard(drafter, device, processes)
     source = GeneratedSource(text) if isinstance(text, Generated) else text
+    if processes.count > 1 and source.num_rows < recipe.batch_rows:
+        raise DataError(
+            f"the text fills {source.num_rows} rows, and {processes.count} processes take "
+            f"{recipe.batch_rows} at a time; start fewer processes"
+        )
     task = DrafterTask(drafter, target, recipe, source, held_out, out, provenance, processes)
     log.write(
         "start",
@@ -277,18 +283,32 @@ def train_drafter(
     return task.whole_drafter(), result
 
 
-def _check_processes(recipe: DrafterRecipe, processes: Processes, seconds: float | None, where: str) -> None:
-    """Refuse what several processes cannot do alike."""
-    if processes.count == 1:
-        return
+def shared_recipe(
+    recipe: DrafterRecipe, num_processes: int, seconds: float | None, where: str
+) -> DrafterRecipe:
+    """Return a recipe as several processes share it: a step has the same rows, maybe in fewer batches.
+
+    Args:
+        recipe: As for one process.
+        num_processes: Each takes an equal part of every batch.
+        seconds: A limit in time; None for one in steps.
+        where: Name of the recipe for errors.
+
+    Raises:
+        ConfigError: They cannot do it alike.
+    """
+    if num_processes == 1:
+        return recipe
     if seconds is not None:
         raise ConfigError("several processes count steps, since their clocks differ; give --steps")
     if recipe.optimizer.kind == "muon":
         raise ConfigError(
             f"{where}: 'optimizer.kind' muon needs whole matrices; use adamw with several processes"
         )
-    if recipe.batch_rows % processes.count:
+    rows = math.lcm(recipe.batch_rows, num_processes)
+    if recipe.accumulate % (rows // recipe.batch_rows):
         raise ConfigError(
-            f"{where}: 'batch_rows' ({recipe.batch_rows}) must be a multiple of the processes, "
-            f"{processes.count}"
+            f"{where}: 'batch_rows' ({recipe.batch_rows}) times 'accumulate' ({recipe.accumulate}) must be a "
+            f"multiple of the processes, {num_processes}"
         )
+    return replace(recipe, batch_rows=rows, accumulate=recipe.accumulate * recipe.batch_rows // rows)

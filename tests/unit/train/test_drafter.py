@@ -4,7 +4,7 @@ import torch
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.train.dataset import load_tokens
-from lean_laguna.train.drafter import train_drafter
+from lean_laguna.train.drafter import shared_recipe, train_drafter
 from lean_laguna.train.drafter_eval import evaluate
 from lean_laguna.train.selfgen import generate_held_out, generate_text
 from lean_laguna.train.target import build_target
@@ -75,3 +75,20 @@ def test_evaluation_does_not_depend_on_how_rows_are_grouped(setting, tmp_path):
     for text in setting["held_out"].values():
         one, other = (evaluate(drafter, setting["target"], text, 3, rows=rows) for rows in (1, 16))
         assert one == pytest.approx(other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulate", "processes", "shared"),
+    [(1, 8, 1, (1, 8)), (1, 8, 2, (2, 4)), (1, 8, 8, (8, 1)), (4, 3, 6, (12, 1)), (4, 1, 2, (4, 1))],
+)
+def test_processes_share_a_step_of_the_same_rows(rows, accumulate, processes, shared):
+    recipe = shared_recipe(drafter_recipe(batch_rows=rows, accumulate=accumulate), processes, None, "test")
+    assert (recipe.batch_rows, recipe.accumulate) == shared
+
+
+def test_a_step_that_processes_cannot_share_is_refused():
+    recipe = drafter_recipe(batch_rows=1, accumulate=4)
+    with pytest.raises(ConfigError, match=r"'batch_rows' \(1\) times 'accumulate' \(4\) must be a multiple"):
+        shared_recipe(recipe, 3, None, "test")
+    with pytest.raises(ConfigError, match="give --steps"):
+        shared_recipe(recipe, 2, 60.0, "test")
