@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -63,6 +63,8 @@ ALL: dict[str, Any] = {"drafter": None, "scheme": "bf16", "kv_cache_dtype": "aut
 KINDS = ("triton", "cuda")
 REGISTERS = 65536
 """Of a multiprocessor."""
+RESERVED = 1024
+"""Bytes of shared memory that the system has of each program, beside its own; told from Hopper on."""
 TENSOR_MEMORY = 512
 """Columns of a Blackwell multiprocessor's tensor memory."""
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -142,7 +144,7 @@ def usage(code: bytes) -> tuple[int, int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = _USAGE.findall(text)
     registers, stack, shared, _ = (max(int(own[i]) for own in found) for i in range(4))
-    return registers, stack, shared
+    return registers, stack, max(0, shared - RESERVED)
 
 
 def models(card: Card, shapes: Sequence[str], *, is_quick: bool) -> Iterator[dict[str, Any]]:
@@ -229,13 +231,34 @@ def build_for(architecture: int, kind: str, args: argparse.Namespace) -> dict[st
         if isinstance(launch, CudaLaunch) == is_cuda
         and any(part in launch.name for part in args.only.split(","))
     ]
+    built, rest = _known(wanted, architecture, args.add)
     if is_cuda:
         # In threads: NVRTC lets go of Python's lock, and did not survive a fork.
         with ThreadPoolExecutor(args.workers) as pool:
-            built = list(pool.map(lambda own: build(own, card) if time.time() < until else None, wanted))
+            built += pool.map(lambda own: build(own, card) if time.time() < until else None, rest)
     else:
-        built = build_each(wanted, card, args.workers, until)
+        built += build_each(rest, card, args.workers, until)
     return {"engines": engines, "built": [None if own is None else asdict(own) for own in built]}
+
+
+def _known(
+    launches: Sequence[Launched], architecture: int, file: Path | None
+) -> tuple[list[Built | None], list[Launched]]:
+    """Return what an earlier result has of these kernels, and those that it has not."""
+    found: list[Built | None] = []
+    rest: list[Launched] = []
+    rows = json.loads(file.read_text())["architectures"].get(f"sm_{architecture}") if file else None
+    known = [Built(**own) for own in (rows or {}).get("each", ())]
+    by_name: dict[tuple[str, str], list[Built]] = defaultdict(list)
+    for own in known:
+        by_name[own.name, own.what].append(own)
+    for launch in launches:
+        same = by_name[launch.name, launch.what]
+        if same:
+            found.append(same.pop())
+        else:
+            rest.append(launch)
+    return found, rest
 
 
 def build_apart(task: tuple[int, str], args: argparse.Namespace) -> dict[str, Any]:
@@ -245,9 +268,8 @@ def build_apart(task: tuple[int, str], args: argparse.Namespace) -> dict[str, An
     own = {"architectures": architecture, "part": kind, "workers": workers, "until": args.until}
     own |= {"shapes": args.shapes, "only": args.only}
     command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in own.items())]
-    done = subprocess.run(
-        [*command, "--quick"] if args.quick else command, stdout=subprocess.PIPE, text=True, check=True
-    )
+    command += ["--quick"] * args.quick + ([] if args.add is None else [f"--add={args.add}"])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -307,6 +329,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="such as norm,project.cu: kernels so named")
     parser.add_argument("--quick", action="store_true", help="one engine a card: BF16 and a DFlash drafter")
     parser.add_argument("--each", action="store_true", help="keep a line for every kernel in the file")
+    parser.add_argument("--add", type=Path, help="an earlier result of --each, to go on from")
     parser.add_argument(
         "--workers",
         type=int,
@@ -337,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows[f"sm_{own}"] = summary(CARDS[own], built, done[own, "triton"]["engines"], keeps_each=args.each)
     note = "built only, nothing was run" + ("" if has_nvrtc() else "; no NVRTC here: Triton's alone")
     found = {"run": describe_run(argv), "note": note, "architectures": rows}
+    if args.add is not None:
+        earlier = json.loads(args.add.read_text())
+        found["earlier_runs"] = [*earlier.get("earlier_runs", ()), earlier["run"]]
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     for own in architectures:

@@ -43,8 +43,9 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU they run under Triton's interpreter only (TRITON_INTERPRET=1)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than sm_80"
+    reason = _why_not_card(device) if device.type == "cuda" else None
+    if reason is not None:
+        return reason
     if type(target) is not LagunaForCausalLM:
         return f"they run Laguna targets, not {type(target).__name__}"
     reason = _why_not_target(target.config)
@@ -53,6 +54,18 @@ def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
             return f"they run DFlash and DSpark drafters with plain weights, not {type(drafter).__name__}"
         reason = _why_not_drafter(drafter.config)
     return reason
+
+
+def _why_not_card(device: torch.device) -> str | None:
+    """Say why a GPU cannot run the Triton kernels."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return "the GPU is older than sm_80"
+    if capability <= (9, 0):  # which every Triton knows that runs these kernels
+        return None
+    from lean_laguna.kernels.triton.compiling import why_not_built
+
+    return why_not_built(device)
 
 
 def why_not_cuda(weight: Tensor) -> str | None:

@@ -99,7 +99,9 @@ class PrefillTiles:
         if shared_bytes >= 200 * 1024:
             return cls()
         if shared_bytes >= 160 * 1024:
-            return cls(experts=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True))
+            # Sums lie in registers there: so many fewer would not do.
+            packed = ExpertTile(128, 64, 128, 128, 8, 8, 2, 2, halves=True)
+            return cls(experts=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True), packed=packed)
         small = AttentionTile(64, 64, 4, 2)
         packed = ExpertTile(64, 32, 64, 128, 4, 4, 2, 2)
         return cls(small, small, ExpertTile(64, 64, 128, 64, 4, 4, 3, 2), packed)

@@ -102,3 +102,17 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows_slot_and_neighbour(
             full[slot] = own
         run(bank, empty_routing(poisoned, device), *state, count(rows), programs=7)
         assert_same_bits(state[3][slot], alone[3][0])
+
+
+def test_halves_of_the_columns_leave_what_all_leave(
+    draw, poisoned, count, tolerance, bank, device, assert_same_bits, monkeypatch
+):
+    state = [draw(16, n) for n in (D, E, FS, D)]
+    halved = [part.clone() for part in state]
+    run(bank, empty_routing(poisoned, device), *state, count(13))
+    monkeypatch.setattr("lean_laguna.kernels.triton.expert_down.shared_memory", lambda device: 0)
+    run(bank, empty_routing(poisoned, device), *halved, count(13))
+    if device == "cuda":
+        assert_same_bits(halved[3], state[3])
+    # The interpreter's products are numpy's, whose sums follow the width.
+    torch.testing.assert_close(halved[3], state[3], atol=4 * tolerance, rtol=4 * tolerance)
