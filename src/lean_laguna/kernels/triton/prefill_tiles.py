@@ -98,12 +98,11 @@ class PrefillTiles:
         """Return tiles for a multiprocessor of so much shared memory a program: 227, 163 or 99 KiB."""
         if shared_bytes >= 200 * 1024:
             return cls()
+        # There the matrix unit takes decoded weights from registers: too few for larger tiles.
+        packed = ExpertTile(64, 32, 64, 128, 4, 4, 2, 2)
         if shared_bytes >= 160 * 1024:
-            # Sums lie in registers there: so many fewer would not do.
-            packed = ExpertTile(128, 64, 128, 128, 8, 8, 2, 2, halves=True)
             return cls(experts=ExpertTile(128, 128, 256, 64, 8, 8, 3, 3, halves=True), packed=packed)
         small = AttentionTile(64, 64, 4, 2)
-        packed = ExpertTile(64, 32, 64, 128, 4, 4, 2, 2)
         return cls(small, small, ExpertTile(64, 64, 128, 64, 4, 4, 3, 2), packed)
 
     def bank(self, gate_up: Weight, down: Weight) -> ExpertTile:
