@@ -109,11 +109,15 @@ static inline u32 __float_as_uint(float f) { return (u32)__float_as_int(f); }
 static inline float __uint_as_float(u32 u) { return __int_as_float((int)u); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
+// Copies read their source at once, and some of them write only when a thread waits for them, as late as a card might.
+void copy_16(void *to, const void *from);  // zeros from nowhere
+void end_stream_group();
+void wait_for_groups(int pending);
 DEVICE void stream(u16 *to, const u16 *from, bool wanted) {
-    if (wanted) memcpy(to, from, 16);
+    if (wanted) copy_16(to, from);
+    end_stream_group();
 }
-DEVICE void end_stream_group() {}
-template <int PENDING> DEVICE void wait_for_stream() {}
+template <int PENDING> DEVICE void wait_for_stream() { wait_for_groups(PENDING); }
 DEVICE void prefetch_line(const u16 *) {}
 DEVICE uint4 load_fresh(const void *p) { return *(const uint4 *)p; }
 DEVICE u32 load_fresh_pair(const u16 *p) { return *(const u32 *)p; }
@@ -169,17 +173,15 @@ DEVICE Place place_in_shared(const void *p) { return (u8 *)p; }
 template <int OFFSET> DEVICE uint4 load_transposed(Place at) { return load_transposed((const u16 *)(at + OFFSET)); }
 template <int OFFSET> DEVICE uint4 load_matrices(Place at) { return load_matrices((const u16 *)(at + OFFSET)); }
 template <int TO, int FROM> DEVICE void copy_async(Place to, const u16 *from, bool wanted) {
-    if (wanted) memcpy(to + TO, (const u8 *)from + FROM, 16);
-    else memset(to + TO, 0, 16);
+    copy_16(to + TO, wanted ? (const u8 *)from + FROM : nullptr);
 }
 static inline u8 *remote(const void *p, int rank) {
     return (u8 *)p + (ptrdiff_t)(rank - emulator::current / emulator::num_threads) * emulator::shared_pitch;
 }
 DEVICE void copy_async(u16 *to, const u16 *from, bool wanted) {
-    if (wanted) memcpy(to, from, 16);
-    else memset(to, 0, 16);
+    copy_16(to, wanted ? from : nullptr);
 }
-DEVICE void wait_for_copies() {}
+void wait_for_copies();
 DEVICE float exchange(float v, int by) { return emulator::gathered(&emulator::Lane::f, v, emulator::current % 32 ^ by); }
 DEVICE float from_lane(float v, int lane) { return emulator::gathered(&emulator::Lane::f, v, lane); }
 DEVICE int from_lane(int v, int lane) { return emulator::gathered(&emulator::Lane::i, v, lane); }
@@ -199,16 +201,13 @@ DEVICE int min_over_warp(int v) {
     for (int i = 0; i < 32; i++) best = min(best, emulator::gathered(&emulator::Lane::i, v, i));
     return best;
 }
-// An arrival: phases over in the upper half, bytes still to come of this one in the lower. Copies happen at once.
+// An arrival: phases over in the upper half, bytes still to come of this one in the lower. Some copies happen only when
+// somebody waits for them.
 // On a card, waiting for one that was not made yet ends in "unspecified launch failure".
 void init_arrival(u64 *arrival);
 DEVICE void show_arrivals() {}
 DEVICE void expect_bytes(u64 *arrival, u32 bytes) { *arrival += bytes; }
-DEVICE void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival) {
-    memcpy(to, from, bytes);
-    *arrival -= bytes;
-    if ((u32)*arrival == 0) *arrival += 1ull << 32;
-}
+void copy_bulk(void *to, const void *from, u32 bytes, u64 *arrival);
 void wait_for_bytes(u64 *arrival, u32 parity);
 static inline void count_bytes(u64 *arrival, u32 bytes) {
     *arrival -= bytes;
