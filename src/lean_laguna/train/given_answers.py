@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.core.files import atomic_write_json, atomic_write_text, sha256_file
+from lean_laguna.core.files import atomic_write_json, atomic_writer, sha256_file, sole_writer
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.models.assistant_spans import tokens_with_mask
 from lean_laguna.models.chat_template import ChatTemplate
@@ -52,14 +52,14 @@ def write_given(
         document = {"id": conversation.id, "input_ids": ids, "loss_mask": [int(said) for said in mask]}
         lines.append(json.dumps(document) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(
-        out.with_name(f"{out.name}.meta.json"),
-        {
-            "target_sha256": checkpoint_hash(target_folder),
-            "tokenizer_sha256": sha256_file(target_folder / "tokenizer.json"),
-            "sampling": None,
-            "options": asdict(options),
-        },
-    )
-    atomic_write_text(out, "".join(lines))
+    meta = {
+        "target_sha256": checkpoint_hash(target_folder),
+        "tokenizer_sha256": sha256_file(target_folder / "tokenizer.json"),
+        "sampling": None,
+        "options": asdict(options),
+    }
+    with sole_writer(out), atomic_writer(out) as file:
+        file.write("".join(lines).encode())
+        file.flush()  # on the disk, or older documents would get a new note
+        atomic_write_json(out.with_name(f"{out.name}.meta.json"), meta)
     return {"documents": len(lines)}

@@ -239,6 +239,27 @@ def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(folder, 
     assert not (tmp_path / "work").exists()
 
 
+def test_given_answers_that_do_not_fit_the_disk_leave_the_older_ones_and_their_note(folder, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "given.jsonl"
+
+    def give(options, answer):
+        prompts.write_text(json.dumps({"prompt": "say", "response": answer}) + "\n")
+        run_responses(
+            prompts, folder / "target", out, options, device="cpu", drafter=None, is_given=True, report=print
+        )
+
+    give(OPTIONS, "yes")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != prompts}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write .*given.jsonl: File too large"):
+            give(dataclasses.replace(OPTIONS, thinking=True), "no " * 2_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != prompts} == before
+
+
 def test_given_answers_are_masked_by_the_template(folder, tmp_path):
     rows = [{"id": f"g{i}", "prompt": "Do it", "response": "def f():\n    return 1"} for i in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
