@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lean_laguna.backends.base import GenerationResult
     from lean_laguna.backends.http import HttpBackend
     from lean_laguna.cli.terminal import Terminal
+    from lean_laguna.core.types import SamplingParams
 
 # A server may have defaults of its own, and says nothing of them: ours are sent.
 DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
@@ -42,7 +43,7 @@ def run_remote(args: argparse.Namespace, prompt: str, given: dict[str, Any]) -> 
         message.append({"role": "user", "content": prompt})
         result = side.stream(message if args.chat else prompt, params, printer.show, is_chat=args.chat)
         terminal.out.print()
-        terminal.note(_summary(side, result))
+        terminal.note(_summary(side, result, params))
         for limit in side.limits:
             terminal.note(f"note: {limit}")
         if args.show_drafts and not printer.has_marks:
@@ -99,7 +100,7 @@ class _Printer:
         self._console.print(line, end="", soft_wrap=True, highlight=False)
 
 
-def _summary(backend: HttpBackend, result: GenerationResult) -> str:
+def _summary(backend: HttpBackend, result: GenerationResult, params: SamplingParams) -> str:
     from lean_laguna.cli.drafts import acceptance_text
 
     parts = [f"{result.num_tokens} tokens ({result.finish_reason})"]
@@ -109,6 +110,7 @@ def _summary(backend: HttpBackend, result: GenerationResult) -> str:
         parts.append(f"then {result.num_decode_tokens / result.decode_s:.1f} tok/s")
     if result.speculation is not None and (brought := acceptance_text(result.speculation)) is not None:
         parts.append(brought)
+    parts.append("greedy" if params.is_greedy else f"temperature {params.temperature:g}")
     return f"[{' · '.join(parts)} · {backend.model} at {backend.base_url}]"
 
 

@@ -78,6 +78,7 @@ def test_generate_prints_what_the_server_streams(run, server):
     assert (line["outputs"][0]["num_tokens"], line["engine"]) == (6, "lean-laguna")
     assert line["outputs"][0]["text"] in err
     assert "6 tokens (length) · first after" in err
+    assert "· greedy · " in err
     status, out, err = run(
         "generate",
         "def f",
