@@ -262,8 +262,10 @@ def _known(
 
 
 def build_apart(task: tuple[int, str], args: argparse.Namespace) -> dict[str, Any]:
-    """Do what ``build_for`` does in a process of its own."""
+    """Do what ``build_for`` does, in a process of its own where there are to be several."""
     architecture, kind = task
+    if args.workers == 1:
+        return build_for(architecture, kind, args)
     workers = -(-args.workers // (len(KINDS) * len(args.architectures.split(","))))
     own = {"architectures": architecture, "part": kind, "workers": workers, "until": args.until}
     own |= {"shapes": args.shapes, "only": args.only}
