@@ -37,7 +37,6 @@
 #define PAGES (KV_BLOCK < KEYS ? KEYS / KV_BLOCK : 1)
 static_assert(KV_BLOCK % KEYS == 0 || KEYS % KV_BLOCK == 0, "a warp's keys are whole pages, or all in one");
 #define ONES 0x3f803f80u
-#define LOG2_E 1.4426950408889634f
 #define INF __int_as_float(0x7f800000)
 
 // Up to QUERIES queries of one KV head of a request; a query is one head of one row.
@@ -258,12 +257,6 @@ DEVICE uint4 turned(uint4 raw, uint4 by, uint4 cosines, uint4 sines, float eps, 
 DEVICE uint4 angles(const u16 *table, int position, int lane) {
     const int d = lane % 16 * 8;
     return d < ROTARY ? *(const uint4 *)(table + (size_t)position * HALF + d % HALF) : make_uint4(0, 0, 0, 0);
-}
-
-// log(1 + exp(x)); where that is hardly more than exp(x), by its series.
-DEVICE float softplus(float x) {
-    const float e = power2(x * LOG2_E);
-    return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
 }
 
 DEVICE u16 gate_of(const Task &task, int query, const u16 *qkv) {

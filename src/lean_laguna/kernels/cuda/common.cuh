@@ -307,6 +307,12 @@ DEVICE void multiply_block(float (&even)[4], float (&odd)[4], uint4 a, uint4 a8,
     multiply(even, a.x, a8.x, a.y, a8.y, w.x, w.y);
     multiply(odd, a.z, a8.z, a.w, a8.w, w.z, w.w);
 }
+// log(1 + exp(x)): above 20 as PyTorch has it, x; where it is hardly more than exp(x), by its series.
+#define LOG2_E 1.4426950408889634f
+DEVICE float softplus(float x) {
+    const float e = power2(x * LOG2_E);
+    return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
+}
 // silu(gate) * up, rounded where Hugging Face rounds.
 DEVICE u16 gated(float gate, float up) {
     gate = rounded(gate);

@@ -15,7 +15,6 @@
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
 #define THREADS 384
-#define LOG2_E 1.4426950408889634f
 
 enum { STAGES = 2, KEYS = 0, VALUES = 1, CONSUMER_WARPS = 8, SHARE = IMAGE / CLUSTER };
 
@@ -218,12 +217,6 @@ DEVICE void take_block(Consumer &own, const Queries &queries, float (&s)[64], fl
 #pragma unroll
     for (int i = 0; i < 64; i++) o[i] *= fade[i / 2 & 1];
     keep_weights(p, s);
-}
-
-// As PyTorch has it: linear above 20.
-DEVICE float softplus(float x) {
-    const float e = power2(x * LOG2_E);
-    return x > 20.0f ? x : e < 0.01f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))) : logarithm2(1.0f + e) * (1.0f / LOG2_E);
 }
 
 DEVICE void store_heads(u16 *out, const float (&o)[64], const Sums &sums, u32 gates, const Task &task, int row, int t,
