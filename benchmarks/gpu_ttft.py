@@ -163,7 +163,7 @@ def main() -> None:
     bench = Bench(args)
     found = describe_run() | {"build": args.build, "synthetic": True, "kernels": bench.engine.kernels}
     found["load_s"] = round(time.monotonic() - start, 1)
-    usual = "1,16,40" if args.tiny else "1,16,64,256,1024,2048,8192"
+    usual = "1,20" if args.tiny else "1,16,64,256,1024,2048,8192"
     lengths = [int(length) for length in (args.lengths or usual).split(",")]
     found["ttft_ms"] = bench.times(lengths)
     with bench.one_by_one():
