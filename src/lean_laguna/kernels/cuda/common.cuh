@@ -67,23 +67,8 @@ DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Four 8x8 tiles of two-byte elements, transposed: lane l gives the address of row l of 32.
-DEVICE uint4 load_transposed(const u16 *p) {
-    uint4 v;
-    u32 at = (u32)__cvta_generic_to_shared(p);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-// The same as they lie.
-DEVICE uint4 load_matrices(const u16 *p) {
-    uint4 v;
-    u32 at = (u32)__cvta_generic_to_shared(p);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-// The same with a constant offset, bytes, which then takes no register.
+// Four 8x8 tiles of two-byte elements, transposed: lane l gives the address of row l of 32. A constant offset, bytes, takes no
+// register.
 typedef u32 Place;
 DEVICE Place place_in_shared(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 template <int OFFSET> DEVICE uint4 load_transposed(Place at) {
@@ -92,6 +77,7 @@ template <int OFFSET> DEVICE uint4 load_transposed(Place at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at), "n"(OFFSET) : "memory");
     return v;
 }
+// The same as they lie.
 template <int OFFSET> DEVICE uint4 load_matrices(Place at) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"
