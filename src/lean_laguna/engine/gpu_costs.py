@@ -16,7 +16,8 @@ from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import Block
 
 _REPEATS = 3
-_MOST_TIMED = 16  # numbers of rows of one width; the costs of those between lie between
+_TIMED = "verify", "propose"
+_MOST_TIMED = 8  # numbers of rows of one width; the costs of those between lie between
 _WINDOW = 15  # steps of so many rows whose median says how much longer they take than at start
 _HOST_BUFFERS = 8  # more than prices can be sent within the steps under way
 _REFRESH_EVERY = 32  # steps: they may take longer than before at the same worth of time
@@ -55,12 +56,13 @@ class RowCosts:
         seconds = self.table.copy()
         for width in range(len(seconds)):
             # Between row counts seen it is between theirs: context, and how many experts are drawn.
-            known = sorted(rows for own, rows in self._longer if own == width)
-            medians = [
-                sorted(self._longer[width, rows])[len(self._longer[width, rows]) // 2] for rows in known
-            ]
-            if known:
-                seconds[width] += np.interp(np.arange(seconds.shape[1]), known, medians)
+            # One row draws as many at any text.
+            found = {rows: sorted(late) for (own, rows), late in self._longer.items() if own == width}
+            if found:
+                medians = {1: 0.0} | {rows: late[len(late) // 2] for rows, late in found.items()}
+                known = sorted(medians)
+                late_s = [medians[rows] for rows in known]
+                seconds[width] += np.interp(np.arange(seconds.shape[1]), known, late_s)
             seconds[width] = np.maximum.accumulate(seconds[width])
         return (seconds * tokens_per_s).astype(np.float32)
 
@@ -91,30 +93,36 @@ class Prices:
             self._sent, self._num_sent = prices, self._num_sent + 1
 
 
-def measure_rows(programs: StepPrograms) -> Table:
-    """Time a step for each number of rows: of random tokens, so that many experts are drawn."""
-    found: list[list[float]] = []
+def measure_rows(programs: StepPrograms) -> tuple[Table, Table]:
+    """Time verifying, and drafting, by rows: of random tokens, so that many experts are drawn.
+
+    Returns:
+        Seconds of steps without drafting, and of drafting for the next.
+    """
     draw = random.Random(0)
-    vocab_size = programs.target.embed.shape[0]
-    for cols in programs.widths:
-        timed, medians = range(1, cols + 1), []
-        if cols > _MOST_TIMED:
-            timed = range(cols // _MOST_TIMED, cols + 1, cols // _MOST_TIMED)
-        for num_rows in timed:
-            times = []
-            for _ in range(_REPEATS):
-                programs.state.words.copy_(_rows(num_rows, draw, vocab_size).words)
-                start = mark(programs.device)
-                programs.run("verify", cols)
-                end = mark(programs.device)
-                torch.cuda.synchronize(programs.device)
-                times.append(seconds_between(start, end))
-            medians.append(sorted(times)[_REPEATS // 2])
-        # More rows never count as cheaper: a draft costs what it costs, noise apart.
-        seconds = np.interp(np.arange(programs.most_rows + 1), timed, np.maximum.accumulate(medians))
-        found.append([0.0, *seconds[1:].tolist()])
+    found = tuple([_measured(programs, name, cols, draw) for cols in programs.widths] for name in _TIMED)
     programs.state.words.zero_()
-    return found
+    return found[0], found[1]
+
+
+def _measured(programs: StepPrograms, name: str, cols: int, draw: random.Random) -> list[float]:
+    """Return the seconds of a program by rows, 0 to the most that any launch takes."""
+    every = max(1, cols // _MOST_TIMED)
+    timed, medians = range(every, cols + 1, every), []
+    for num_rows in (0, *timed):
+        times = []
+        for _ in range(_REPEATS):
+            programs.state.words.copy_(_rows(num_rows, draw, programs.target.embed.shape[0]).words)
+            start = mark(programs.device)
+            programs.run(name, cols)
+            end = mark(programs.device)
+            if programs.device.type == "cuda":
+                torch.cuda.synchronize(programs.device)
+            times.append(seconds_between(start, end))
+        medians.append(sorted(times)[_REPEATS // 2])
+    # The first launches compile and capture; more rows never count as cheaper: a draft costs what it costs.
+    seconds = np.interp(np.arange(programs.most_rows + 1), timed, np.maximum.accumulate(medians[1:]))
+    return [0.0, *seconds[1:].tolist()]
 
 
 def _rows(num_rows: int, draw: random.Random, vocab_size: int) -> Block:

@@ -55,6 +55,7 @@ class GpuEngine(LLMEngine):
     """An ``LLMEngine`` whose steps run ahead on the device; ``gpu_weights.why_not`` says for which models."""
 
     _STEPS_AHEAD = GPU_STEPS_AHEAD
+    _LEARNING_S = 5e-5
 
     def _chunk_sizes(self) -> tuple[int, int, int]:
         return gpu_chunks(self.config.prefill_chunk_size)
@@ -102,15 +103,16 @@ class GpuEngine(LLMEngine):
         self._programs.warm_up(self._prompts.dry_runs())
         self._prompts.capture()
         self._schedule = self.controller.schedule if self.controller is not None else None
-        if self.controller is not None:
-            self.controller.shape = StepShape(self._programs.most_rows, self._programs.widths)
         if self._schedule is not None:
             self._schedule.row_tiles = self._programs.widths
             self._schedule.compares_caps = False  # another number of rows lays all requests out anew
             self._schedule.is_always_told = True
-        is_measured = is_gpu and self._schedule is not None
+        is_measured = is_gpu and self.controller is not None and not self.controller.is_fixed
         measured = measure_rows(self._programs) if is_measured else None
-        self._prices = Prices(self._programs, RowCosts(self._programs.widths, measured))
+        widths = self._programs.widths
+        self._prices = Prices(self._programs, RowCosts(widths, measured[0] if measured else None))
+        if self.controller is not None:
+            self.controller.shape = StepShape(self._programs.most_rows, widths, measured)
         return budget
 
     def _uses_cuda(self, weight: Tensor) -> bool:

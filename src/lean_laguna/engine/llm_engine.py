@@ -49,6 +49,8 @@ class LLMEngine:
     """
 
     _STEPS_AHEAD = 0
+    _LEARNING_S = 6e-4
+    """What learning draft lengths from a step takes, with nothing of it in the CPU's caches."""
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class LLMEngine:
             *prefill_rows,
         )
         self.controller = controller_for(proposer, num_speculative_tokens, config)
+        if self.controller is not None:
+            self.controller.learning_s = self._LEARNING_S
         self._draft_lengths = DraftLengths(self.controller)
         vocab_size = target.config.vocab_size
         self._noise = NoiseCache(vocab_size)

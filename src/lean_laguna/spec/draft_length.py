@@ -33,12 +33,10 @@ _PLAN_EVERY = 16, 128  # choices from then on, at first and at most, doubled by 
 _LONGEST_PLAN, _PLAN_OFF = 512, 64  # steps that this comes to at most; and while off: drafting must be tried
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
-_LEARNING_S, _LEARNING_SHARE, _LONGEST_STRIDE = (
-    1.5e-4,
-    0.003,
-    64,
-)  # what learning takes, and may take of a step
-_LEARN_AGAIN = 32  # steps that all teach where the text is another
+_LEARNING_S = 5e-5  # what learning from a step takes, unless told otherwise
+_LEARNING_SHARE = 0.03, 0.003  # of a step, what learning may take: at first, and later
+_LONGEST_STRIDE = 64  # steps of which one teaches
+_LEARN_FIRST, _LEARN_AGAIN = 128, 16  # steps that teach until then, and where the text is another
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.1, 4  # of step times, and the steps that it counts for
 _OF_MEDIAN = 1.57  # variance of a median over that of a mean
@@ -57,7 +55,7 @@ class _Cell:
         self.plan_left, self.plan_every = 0, _PLAN_EVERY[0]
         self.is_after_trial = False
         self.num_steps = 0
-        self.learns_until = _PLAN_AFTER[-1][0]  # the number of steps from which on not all teach
+        self.num_to_learn = _LEARN_FIRST  # steps that have yet to teach until they may take less
         self.stride = 1  # steps of which one teaches, and for which one choice is made
         self.length = self.num_to_repeat = 0  # the choice at hand, and for how many steps more
         self.costs: StepCosts | None = None
@@ -68,13 +66,13 @@ class _Cell:
         """Look at everything again in the next step: the text is another."""
         self.plan_left = self.num_to_repeat = 0
         self.plan_every, self.stride = _PLAN_EVERY[0], 1
-        self.learns_until = max(self.learns_until, self.num_steps + _LEARN_AGAIN)
+        self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
         self.scheduled.start_anew()
 
     @property
     def is_timed(self) -> bool:
         """Whether a step at the length in use is timed: not each, once its time is well known."""
-        return self.num_steps < _PLAN_AFTER[-1][0] or self.num_steps % (_TIME_EVERY * self.stride) == 0
+        return self.num_to_learn > 0 or self.num_steps % max(_TIME_EVERY, self.stride) == 0
 
 
 class DraftLengthController:
@@ -84,6 +82,7 @@ class DraftLengthController:
 
     Attributes:
         shape: What steps cost beside each other before they were timed.
+        learning_s: What learning from a step takes: of shorter steps fewer teach.
     """
 
     def __init__(
@@ -116,6 +115,7 @@ class DraftLengthController:
         self.policy = policy or Policy()
         self.schedule = schedule
         self.shape = StepShape()
+        self.learning_s = _LEARNING_S
         self._fixed = None if num_speculative_tokens == "auto" else num_speculative_tokens
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._rates: dict[int, AcceptanceRates] = {}
@@ -171,9 +171,8 @@ class DraftLengthController:
         current = cell.current
         if before is None:
             cell.trials.home = current
-        if cell.num_steps >= cell.learns_until:
-            stride = int(_LEARNING_S / (_LEARNING_SHARE * known.step_s[current]))
-            cell.stride = max(1, min(_LONGEST_STRIDE, stride))
+        share = _LEARNING_SHARE[cell.num_to_learn == 0]
+        cell.stride = max(1, min(_LONGEST_STRIDE, int(self.learning_s / (share * known.step_s[current]))))
         trial = cell.trials.choose(known, current)
         is_calm = trial is None and current == before and current > 0
         most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // cell.stride))
@@ -254,7 +253,9 @@ class DraftLengthController:
             return False
         cell = self._cell(_key(batch, context_len))
         cell.num_steps += 1
-        return cell.num_steps % cell.stride == 0 or num_draft_tokens == cell.trials.pending
+        is_heard = cell.num_steps % cell.stride == 0 or num_draft_tokens == cell.trials.pending
+        cell.num_to_learn -= is_heard and cell.num_to_learn > 0
+        return is_heard
 
     def observe(
         self,

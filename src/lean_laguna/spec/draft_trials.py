@@ -21,6 +21,8 @@ _CLOSE = (
 )  # share of plain steps that drafting may earn, and the longest wait then
 _DISTURBED = 3  # steps around a trial that may take longer for it: programs of another width, new layouts
 _TELLING = 0.35  # share of what is not known of a gain that a trial must be about
+_LONGEST_GAP = 32  # steps from a trial to the next of the same length, at most, doubled by each,
+_CLEARLY = 1.02  # unless it seems so much better than need be
 _FAR = 0.6  # of the rate in use, below which a length is not looked at
 _LEAST_STEPS = 2  # before any trial: the first step of all tells little
 
@@ -87,6 +89,8 @@ class Trials:
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
     _patience: dict[int, int] = field(default_factory=dict)
+    _again_after: dict[int, int] = field(default_factory=dict)
+    _gaps: dict[int, int] = field(default_factory=dict)
     _unheard: dict[int, int] = field(default_factory=dict)
     _not_before: dict[int, int] = field(default_factory=dict)
     _last_draft: int = 0
@@ -131,6 +135,7 @@ class Trials:
             (k, rates[k] * exp(doubt))
             for k, (doubt, error) in enumerate(zip(known.doubt, known.error, strict=True))
             if k != current and rates[k] > _FAR * least and self._num_steps >= self._not_before.get(k, 0)
+            if rates[k] > _CLEARLY * least or self._num_steps >= self._again_after.get(k, 0)
             if doubt >= _TELLING * error
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
@@ -198,6 +203,8 @@ class Trials:
             return False
         self.pending = None
         self._disturbed_until = self._num_steps + _DISTURBED
+        gap = self._gaps[num_draft_tokens] = min(_LONGEST_GAP, 2 * self._gaps.get(num_draft_tokens, 1))
+        self._again_after[num_draft_tokens] = self._num_steps + gap
         patience = self._patience.get(num_draft_tokens, self.policy.recheck_close_steps // 2)
         self._patience[num_draft_tokens] = min(2 * patience, 2 * self.policy.recheck_steps)
         self.saved_s = max(-most, self.saved_s - max(0.0, step_s - worth_s))

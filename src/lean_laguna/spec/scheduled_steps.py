@@ -4,7 +4,7 @@ For one batch size and context length. A scheduled step's chances tell what send
 fixed length would have earned in its place; both are summed over the same steps, so chance hardly disturbs
 their ratio. Steps are scheduled once that is seen to gain, beyond chance, and while it does. Else all drafts
 are sent and nothing is planned, and the chances of a few steps now and then are looked at, less and less
-often. A drafter that claims more than comes true is not believed.
+often, where they do not come by themselves. A drafter that claims more than comes true is not believed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _ON_ABOVE, _OFF_BELOW = 1.02, 1.005  # gain over the best fixed length
 _SURE = 1.0  # standard errors by which the gain must stand out to be believed
 _KNOWN_AFTER, _HOPELESS_AFTER, _HOPELESS = 8, 4, 0.9  # steps seen before the gain counts; or so little gain
 _LOOKS_FROM, _FIRST_LOOKS = 16, 16  # steps before the first look, and looks in a row at first
-_LOOKS = 4, 16  # looks in a row later: where chances take time, and where they are told anyway
+_LOOKS = 4  # looks in a row later
 _LOOK_AFTER = 32, 512  # steps from looks to the next: at first, and at most, doubled by each failure
 _KEPT_OF_OLD = 0.2  # weight that what was seen keeps where something else begins
 _PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
 _SETTLED_AFTER = 64  # steps whose chances were seen
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
+_SCATTER = 2.0  # variance of the tokens that come, of as many expected
 _CLAIM_DECAY, _TRUSTED_TOKENS = 0.995, 100.0  # tokens that have come true as claimed before any did
 _LEAST_S = 1e-9
 
@@ -71,7 +72,8 @@ class ScheduledSteps:
         if not self._num_seen:
             return 1.0
         ratio = self._tokens * self._fixed_seconds / max(_LEAST_S, self._fixed_tokens * self._seconds)
-        return ratio * min(1.0, self._came / self._claimed)
+        # What came may by chance be less than what was claimed.
+        return ratio * min(1.0, (self._came + sqrt(_SCATTER * self._came)) / self._claimed)
 
     def choose(
         self,
@@ -99,7 +101,7 @@ class ScheduledSteps:
         self._num_chosen += 1
         if self._plan is not None and self._plan.made_for != (batch, length):
             self.start_anew()
-        schedule.wants_chances = self.is_on or self._looks(is_free=schedule.is_always_told)
+        schedule.wants_chances = self.is_on or schedule.is_always_told or self._looks()
         if not schedule.wants_chances:
             return length
         plan = self._plan
@@ -124,17 +126,17 @@ class ScheduledSteps:
         """Keep little of what was seen, and look soon: the text or the best fixed length is another."""
         self._plan = None
         self._fade(_KEPT_OF_OLD)
-        self._looks_left, self._next_look = _FIRST_LOOKS, max(self._num_chosen, _LOOKS_FROM)
+        self._next_look = max(_LOOKS_FROM, min(self._next_look, self._num_chosen + _LOOK_AFTER[0]))
         self._look_after = _LOOK_AFTER[0]
 
-    def _looks(self, *, is_free: bool) -> bool:
+    def _looks(self) -> bool:
         """Say whether this step, while off, is one to see by what scheduling would gain."""
         if self._num_chosen < self._next_look:
             return False
         if self._looks_left:
             self._looks_left -= 1
             return True
-        self._looks_left, self._next_look = _LOOKS[is_free], self._num_chosen + self._look_after
+        self._looks_left, self._next_look = _LOOKS, self._num_chosen + self._look_after
         self._look_after = min(_LOOK_AFTER[1], 2 * self._look_after)
         return False
 

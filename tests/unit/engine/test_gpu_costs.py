@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
-from lean_laguna.engine.gpu_costs import Prices, RowCosts
+from lean_laguna.engine import gpu_costs
+from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
+from lean_laguna.engine.gpu_state import Block
 
 
 def test_prices_are_the_table_and_what_steps_took_longer():
@@ -19,7 +21,7 @@ def test_prices_are_the_table_and_what_steps_took_longer():
         costs.observe(2, 1.2 + 0.5, cols=8)
         costs.observe(6, 1.6 + 0.1, cols=8)
     narrow, wide = costs.prices(1.0)
-    np.testing.assert_allclose(narrow[[1, 2]], [1.6, 1.7], rtol=1e-6)
+    np.testing.assert_allclose(narrow[[1, 2]], [1.1, 1.7], rtol=1e-6)  # one row takes what it took at start
     np.testing.assert_allclose(narrow[[3, 6, 8]], [1.7, 1.7, 1.9], rtol=1e-6)  # more rows are never cheaper
     np.testing.assert_allclose(wide, table[1], rtol=1e-6)
 
@@ -39,3 +41,26 @@ def test_prices_are_sent_when_they_change():
     assert programs.prices[0, 0] == 2.0
     prices.set(None)
     assert not programs.prices.any()
+
+
+class Programs:
+    """Launches that take so long by rows; the first two of a kind compile and capture."""
+
+    device, widths, most_rows = torch.device("cpu"), (8, 32), 32
+
+    def __init__(self):
+        self.state, self.target = Block.allocate("cpu"), SimpleNamespace(embed=torch.zeros(50, 4))
+        self.runs, self.clock = {}, 0.0
+
+    def run(self, name, cols):
+        num_runs = self.runs[name, cols] = self.runs.get((name, cols), 0) + 1
+        num_rows = int(self.state.fields["num_rows"][0])
+        self.clock += 0.02 if num_runs <= 2 else 1e-3 + 1e-4 * num_rows + 2e-3 * (name == "verify")
+
+
+def test_the_first_launches_of_a_width_say_nothing_of_its_rows(monkeypatch):
+    programs = Programs()
+    monkeypatch.setattr(gpu_costs, "mark", lambda _: programs.clock)
+    for table, base in zip(measure_rows(programs), (3e-3, 1e-3), strict=True):
+        assert table[1][4:] == pytest.approx([base + 1e-4 * rows for rows in range(4, 33)])
+        assert table[0][1:9] == pytest.approx([base + 1e-4 * rows for rows in range(1, 9)])

@@ -183,13 +183,13 @@ def test_steps_of_another_make_teach_no_times():
 
 def test_where_steps_are_short_not_each_of_them_teaches():
     controller, added = DraftLengthController(15), []
-    for _ in range(600):
+    for _ in range(2400):
         controller.choose(1, 100)
         before = controller.to_dict()["acceptance"]
         observe(controller, 7, 6, draft_s=1e-5, verify_s=2e-4)
         added.append(controller.to_dict()["acceptance"] != before)
-    assert all(added[:128])
-    assert sum(added[-160:]) < 40
+    assert 128 // 10 < sum(added[:128]) < 128 // 5, "at first learning may take some 3 % of the time"
+    assert sum(added[-640:]) <= 10
 
 
 def test_of_short_steps_not_all_teach():
@@ -201,8 +201,38 @@ def test_of_short_steps_not_all_teach():
         if heard[-1]:
             times = {"draft_s": 1e-4, "verify_s": 2e-4}
             controller.observe(length, 1, 100, accepted=[(length, length)], is_heard=True, **times)
-    assert all(heard[:100])
+    assert sum(heard[:100]) > 10
     assert sum(heard[-400:]) <= 60
+
+
+def test_what_learning_takes_says_how_many_steps_teach():
+    def taught(learning_s):
+        controller = DraftLengthController(15)
+        controller.learning_s = learning_s
+        heard = 0
+        for i in range(1000):
+            controller.choose(1, 100)
+            is_heard = controller.hears(7, 1, 100)
+            if is_heard:
+                times = {"draft_s": 4e-3, "verify_s": 1e-2}
+                controller.observe(7, 1, 100, accepted=[(7, 6)], is_heard=True, **times)
+            heard += is_heard and i >= 500
+        return heard
+
+    assert taught(5e-5) == 500
+    assert 500 // 16 < taught(6e-4) < 500 // 10
+
+
+def test_a_change_of_text_is_followed_where_few_steps_teach():
+    rates = list(GOOD)
+    paper = Machine(
+        lambda *step: 5 * draft_s(*step), lambda *step: 5 * per_row(*step), lambda context: rates, jitter=0.02
+    )
+    controller = DraftLengthController(15)
+    controller.learning_s = 6e-4
+    assert usual(run(paper, controller, 400)) >= 4
+    rates[:] = POOR
+    assert usual(run(paper, controller, 300, seed=1)) <= 1
 
 
 @pytest.mark.parametrize("fixed", [0, 3, 7])

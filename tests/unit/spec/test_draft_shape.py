@@ -32,3 +32,17 @@ def test_the_shape_is_sure_within_a_tile_and_least_of_all_of_plain_steps():
     shape = StepShape(None, (4, 8, 16))
     assert shape.doubt(1, 6, 7) < shape.doubt(1, 4, 7) < shape.doubt(1, 3, 4) < shape.doubt(1, 0, 4)
     assert shape.doubt(2, 3, 4) == shape.doubt(1, 3, 4), "eight rows and ten"
+
+
+def test_launches_that_were_timed_take_what_they_took():
+    verify = [
+        [0.0, *[1 + 0.1 * rows for rows in range(1, 33)]],
+        [0.0, *[4 + 0.05 * rows for rows in range(1, 33)]],
+    ]
+    draft = [[0.0] + [0.5] * 32, [0.0] + [0.75] * 32]
+    shape = StepShape(32, (8, 32), (verify, draft))
+    assert shape.times(1, 7) == pytest.approx((0.5, 1.8))
+    assert shape.times(4, 7) == pytest.approx((0.75, 5.6))
+    assert shape.times(5, 7) == pytest.approx((0.75 + 0.5, 5.6 + 1.8)), "a launch of 32 rows, and one of 8"
+    assert shape.times(2, 0) == pytest.approx((0.0, 1.2))
+    assert shape.doubt(4, 7, 1) < StepShape(32, (8, 32)).doubt(4, 7, 1)

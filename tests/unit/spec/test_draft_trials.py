@@ -225,6 +225,17 @@ def test_a_trial_must_tell_something():
     assert trials().choose(estimates(level, _2=0.05, error=0.2), 3) is None, "acceptance is what is not known"
 
 
+def test_trials_of_a_length_that_is_about_as_good_grow_rare():
+    level, made, tried = [1.0, 1.8, 2.7, 2.9], trials(), []
+    for step in range(200):
+        k = made.choose(estimates(level, _2=0.05), 3)
+        tried += [step] * (k == 2)
+        made.observe(k or 3, 1.4 if k else 1.5, 1.5, 1.5, is_off=False)
+    assert len(tried) < 14
+    assert tried[-1] - tried[-2] >= 32
+    assert made.choose(estimates([1.0, 1.8, 2.9, 2.9], _2=0.05), 3) == 2, "it seems 7 % better"
+
+
 def test_a_gain_must_stand_out_from_what_chance_may_make_of_it():
     made = trials()
     made.home = 2

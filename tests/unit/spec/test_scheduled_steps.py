@@ -110,3 +110,30 @@ def test_where_chances_are_always_told_no_step_is_scheduled_to_look():
 )
 def test_lengths_that_fill_tiles(tiles, batch, expected):
     assert full_lengths(tiles, batch, 15) == expected
+
+
+def test_where_chances_are_always_told_each_is_looked_at_and_little_is_gained_for_sure():
+    steps, schedule = ScheduledSteps(), DraftSchedule(compares_caps=False, is_always_told=True)
+    known, draw, on = times(), random.Random(5), []
+    for _ in range(600):
+        cap = steps.choose(schedule, known, 1, 7, 1.25, 7)
+        assert schedule.wants_chances
+        chance = draw.choice([0.5, 0.6, 0.97])
+        survival = list(itertools.accumulate([chance] * cap, lambda a, b: a * b))
+        costs = schedule.costs
+        sent = cap if costs is None else costs.best_length([survival])
+        accepted = next((k for k in range(sent) if draw.random() > chance), sent)
+        schedule.survival = [survival]
+        steps.observe(
+            schedule, known, (sent, None if costs is None else cap, 7), DRAFT_S[cap], [(sent, accepted)]
+        )
+        on.append(costs is not None)
+    assert sum(on[100:]) > 0.95 * len(on[100:]), "less came than was claimed, as chance has it"
+
+
+def test_another_length_is_not_looked_at_for_long_at_once():
+    steps, schedule, known, looks = ScheduledSteps(), DraftSchedule(), times(), 0
+    for i in range(640):
+        steps.choose(schedule, known, 1, 7 + i // 40 % 2, 1.2, 15)
+        looks += schedule.wants_chances
+    assert looks < 0.15 * 640
