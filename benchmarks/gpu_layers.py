@@ -314,7 +314,8 @@ def run_wide(bench: LayersBench) -> None:
     bench.phase("wide_bits", wide.bits)
     bench.phase("wide_steps", wide.steps)
     bench.phase("wide_drafting", wide.drafting)
-    bench.phase("wide_profile", wide.profile)
+    if not bench.tiny:
+        bench.phase("wide_profile", wide.profile)
 
 
 if __name__ == "__main__":
