@@ -332,8 +332,10 @@ class DraftLengthController:
 
         def told(k: int) -> str:
             draft_s, verify_s = cell.times.estimate(k)
+            step_s = known.tokens[k] / rates[k]  # what the choice is made by; the share is as seen
+            draft_s *= step_s / max(_LEAST_STEP_S, draft_s + verify_s)
             return (
-                f"{known.tokens[k]:.2f} tokens in {1e3 * (draft_s + verify_s):.2f} ms "
+                f"{known.tokens[k]:.2f} tokens in {1e3 * step_s:.2f} ms "
                 f"(draft {1e3 * draft_s:.2f}), {rates[k]:.0f} tok/s"
             )
 
