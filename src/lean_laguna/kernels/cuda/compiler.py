@@ -21,6 +21,7 @@ HEADERS = (
     "attention.cuh",
     "common.cuh",
     "packed.cuh",
+    "packed_words.cuh",
     "routing.cuh",
     "table.cuh",
     "units.cuh",

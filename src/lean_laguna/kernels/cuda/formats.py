@@ -48,6 +48,8 @@ def fits(weight: Weight, *, pairs: bool = False) -> bool:
     wide = 64 if pairs or weight.kind == "int8" else 128
     if weight.wide % wide and weight.wide != columns:
         return False
+    if is_whole and columns != 512 and columns % 1024:
+        return False  # a warp's items are one, or pairs that share scales
     return weight.scales.dtype == torch.bfloat16
 
 

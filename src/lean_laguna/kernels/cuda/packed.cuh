@@ -6,92 +6,13 @@
 // product adds to the residual, are `code * scale` rounded once, as a weight decoded at load is; elsewhere FP8's scales
 // multiply sums. NVFP4's `code * scale` is exact; its divisor multiplies the sums.
 #pragma once
-#include "common.cuh"
+#include "packed_words.cuh"
 
 enum { PLAIN, FP8, INT8, FP4, INT4 };
 
 DEVICE constexpr int bits_of(int format) { return format == PLAIN ? 16 : format == FP8 || format == INT8 ? 8 : 4; }
 // Groups of eight columns in 16 bytes of a row.
 DEVICE constexpr int chunks_of(int format) { return 16 / bits_of(format); }
-
-#ifdef EMULATED
-#define CAPPED_KERNEL(REGISTERS) extern "C" void
-DEVICE u32 times2(u32 a, u32 b) { return pack(low(a) * low(b), high(a) * high(b)); }
-DEVICE u32 plus2(u32 a, u32 b) { return pack(low(a) + low(b), high(a) + high(b)); }
-template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
-    const float by = UPPER ? high(b) : low(b);
-    return pack(low(a) * by, high(a) * by);
-}
-// Halves are bfloat16 here: numbers of eight bits, and codes, are the same.
-DEVICE u32 two_bytes(u32 word, bool upper) {
-    float v[2];
-    for (int i = 0; i < 2; i++) {
-        const u32 code = word >> (16 * upper + 8 * i) & 0xffu, size = code & 0x7fu;
-        v[i] = from_bf16((u16)((code & 0x80u) << 8 | size << 4)) * 0x1p120f;
-    }
-    return pack(v[0], v[1]);
-}
-DEVICE u32 to_halves(u32 v) { return v; }
-DEVICE void multiply_halves(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    multiply(d, a0, a1, a2, a3, b0, b1);
-}
-DEVICE int unknown(int v) { return v; }
-static emulator::Meeting teams[16];
-DEVICE void sync_team(int team, int threads) { emulator::meet(teams[team], threads); }
-#else
-// So few registers a thread that the kernels before and after fit beside it: 128 for two of them, with 512 threads each.
-#define CAPPED_KERNEL(REGISTERS) extern "C" __global__ void __maxnreg__(REGISTERS)
-// Two bfloat16 at once, rounded once; numbers below 2^-126 are kept.
-DEVICE u32 times2(u32 a, u32 b) {
-    u32 v;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
-    return v;
-}
-DEVICE u32 plus2(u32 a, u32 b) {
-    u32 v;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(0x3f803f80u), "r"(b));
-    return v;
-}
-// The same by one half of `b`.
-template <bool UPPER> DEVICE u32 times_half(u32 a, u32 b) {
-    u32 v;
-    if (UPPER)
-        asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {h, h}; fma.rn.bf16x2 %0, %1, both, %3;}"
-            : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
-    else
-        asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; fma.rn.bf16x2 %0, %1, both, %3;}"
-            : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
-    return v;
-}
-// Two FP8 codes as float16.
-DEVICE u32 two_bytes(u32 word, bool upper) {
-    u32 v;
-    if (upper)
-        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(v) : "r"(word));
-    else
-        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(v) : "r"(word));
-    return v;
-}
-// Two bfloat16 as float16: exact from 2^-17 on. A row after its norm is far below the largest.
-DEVICE u32 to_halves(u32 v) {
-    const float most = 65504.0f, a = fminf(fmaxf(low(v), -most), most), b = fminf(fmaxf(high(v), -most), most);
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
-}
-// As `multiply`, of float16.
-DEVICE void multiply_halves(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// A number of which the compiler knows nothing, so that it prepares nothing for it in registers.
-DEVICE int unknown(int v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-// A barrier of the warps of one team.
-DEVICE void sync_team(int team, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory"); }
-#endif
 
 // Elements 2i and 2i + 1 of a word, before their scale.
 template <int KIND> DEVICE u32 two_codes(u32 word, int i) {
@@ -238,6 +159,69 @@ template <int KIND, int LENGTH, int PARTS> struct Rows8 {
             for (int h = 0; h < HALVES; h++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) total[h][j] = fmaf(even[h][j] + odd[h][j], j < 2 ? by : by8, total[h][j]);
+        }
+    }
+    // FP8 of a lone row: this warp's part of one block or of two, whose sums of rows lanes of t = 0 get. The last items are
+    // read into registers, and `release` gives their place away before they are multiplied. Columns of tokens that there are
+    // not, and a second block's rows where there is one, are anything: only the lanes of the first column load the token, as
+    // shared memory has turns for all others.
+    template <int MANY, class Release>
+    static METHOD void multiply_lone(float (&total)[2], const u8 *first, const u8 *second, const u16 *tokens, int warp,
+                                     Release release) {
+        enum { GROUP = ITEMS > 1 ? 2 : 1, HELD = ITEMS < 4 / MANY ? ITEMS : 4 / MANY };
+        const int lane = threadIdx.x & 31, g = lane >> 2;
+        float even[4] = {}, odd[4] = {};
+        uint4 x[2], open[1];
+        leave_open(x), leave_open(open);
+        auto codes_of = [&](uint4 (&w)[MANY], int i) {
+#pragma unroll
+            for (int b = 0; b < MANY; b++)
+                w[b] = *(const uint4 *)((b ? second : first) + (warp * ITEMS + i) * 512 + lane * 16);
+        };
+        auto scales_of = [&](u16 (&by)[MANY], int i) {
+#pragma unroll
+            for (int b = 0; b < MANY; b++)
+                by[b] = ((const u16 *)((b ? second : first) + CODES))[(warp * ITEMS + i) / 2 * 8 + g];
+        };
+        auto multiply_item = [&](const uint4 (&w)[MANY], int i) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const uint4 a = whole_codes(w[0], c), a8 = MANY > 1 ? whole_codes(w[MANY - 1], c) : open[0];
+                load_if(x[c], tokens + (i * CHUNKS + c) * 32, lane < 4);
+                multiply_halves(even, a.x, a8.x, a.y, a8.y, x[c].x, x[c].y);
+                multiply_halves(odd, a.z, a8.z, a.w, a8.w, x[c].z, x[c].w);
+            }
+        };
+        auto end_group = [&](const u16 (&by)[MANY]) {
+#pragma unroll
+            for (int b = 0; b < MANY; b++) total[b] = fmaf(even[2 * b] + odd[2 * b], from_bf16(by[b]), total[b]);
+#pragma unroll
+            for (int j = 0; j < 4; j++) even[j] = odd[j] = 0.0f;
+        };
+#pragma unroll
+        for (int from = 0; from < ITEMS - HELD; from += GROUP) {
+            u16 by[MANY];
+            scales_of(by, from);
+#pragma unroll 1
+            for (int i = from; i < from + unknown(GROUP); i++) {
+                uint4 w[MANY];
+                codes_of(w, i);
+                multiply_item(w, i);
+            }
+            end_group(by);
+        }
+        uint4 w[HELD][MANY];
+        u16 by[HELD / GROUP][MANY];
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            codes_of(w[i], ITEMS - HELD + i);
+            if (i % GROUP == 0) scales_of(by[i / GROUP], ITEMS - HELD + i);
+        }
+        release();
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            multiply_item(w[i], ITEMS - HELD + i);
+            if (i % GROUP == GROUP - 1) end_group(by[i / GROUP]);
         }
     }
 };

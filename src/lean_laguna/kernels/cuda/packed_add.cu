@@ -8,6 +8,8 @@
 
 #define PART (K / WARPS)
 #define STAGED (COLS == 1)
+// A lone row of FP8 is loaded by the lanes of its column alone.
+#define SPARES (STAGED && FORMAT == FP8)
 #define HALVES (COLS > 8 ? 2 : 1)
 #define BLOCKS (PART / 32)
 #define AHEAD (BLOCKS % 4 || HALVES > 1 ? 2 : 4)
@@ -42,6 +44,7 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
     const u16 *x_at = x + (size_t)g * x_stride + warp * PART + 8 * t;
     u16 *own_row = row + warp * PART;
     uint4 b[HALVES][AHEAD];
+    if (SPARES) leave_open(b[0]);
     float even[HALVES][4] = {}, odd[HALVES][4] = {};
     const int token = thread / 16, n = blockIdx.x * 16 + thread % 16;
     const bool writes = token < live;
@@ -82,12 +85,14 @@ packed_add(const u16 *x, const u8 *weight, const u8 *scales, const float *factor
 #pragma unroll
                 for (int h = 0; h < HALVES; h++) {
                     // Of a token that there is not, anything: columns keep apart.
-                    if (STAGED) b[h][i + c] = *(const uint4 *)(own_row + (k + c) * 32 + 8 * t);
-                    multiply_block(even[h], odd[h], a, a8, b[h][i + c]);
+                    uint4 &own = b[h][SPARES ? c : i + c];
+                    if (SPARES)
+                        load_if(own, own_row + (k + c) * 32 + 8 * t, g == 0);
+                    else if (STAGED)
+                        own = *(const uint4 *)(own_row + (k + c) * 32 + 8 * t);
+                    multiply_block(even[h], odd[h], a, a8, own);
                     if (!STAGED && k + c + AHEAD < BLOCKS)
-                        b[h][i + c] = g + 8 * h < live
-                                          ? load_fresh(x_at + (size_t)(8 * h) * x_stride + (k + c + AHEAD) * 32)
-                                          : zero;
+                        own = g + 8 * h < live ? load_fresh(x_at + (size_t)(8 * h) * x_stride + (k + c + AHEAD) * 32) : zero;
                 }
             }
         }

@@ -28,8 +28,8 @@ THREADS = 32 * WARPS
 SUM_STRIDE = 18
 """As in ``packed.cuh``."""
 MAX_SHARED = 226 << 10
-UNIT_ROOM, SMALL_ROOM = 66 << 10, 50 << 10
-"""Bytes of shared memory for a team's blocks on their way, of 8 bits and of 4."""
+UNIT_ROOM, LONE_ROOM, SMALL_ROOM = 66 << 10, 50 << 10, 50 << 10
+"""Bytes of shared memory for a team's blocks on their way: of 8 bits, of a lone row's FP8, and of 4 bits."""
 ONE_ONLY = 115_713
 """Bytes of which a multiprocessor of 228 KiB holds one program and no second: where two land on one,
 another has none."""
@@ -39,8 +39,8 @@ LONE_PLACES = 1
 """Of a team for a lone row's units of gate and up: more on their way hold up how the next kernel starts."""
 TEAMS = {1: 2, 8: 2, 16: 1}
 ADD_WARPS = 16
-ADD_PACE = {4: 4, 8: 6}
-"""Warps whose weights are on their way at once where a lone row's product adds to the residual, by bits."""
+ADD_PACE = 4
+"""Warps whose weights are on their way at once where a lone row's product adds to the residual."""
 DOWN_ROOM = {1: 58 << 10, 8: 64 << 10, 16: 48 << 10}
 """The same for experts of the second product, by columns."""
 
@@ -64,7 +64,7 @@ def _sums(cols: int) -> int:
     return 2 * WARPS * cols * SUM_STRIDE * 4
 
 
-def _places(weight: Packed, block_bytes: int, most: int, fixed: int, teams: int) -> int:
+def _places(weight: Packed, block_bytes: int, most: int, fixed: int, cols: int) -> int:
     """Return how many blocks of 8 rows of a team are on their way at once.
 
     Args:
@@ -72,9 +72,11 @@ def _places(weight: Packed, block_bytes: int, most: int, fixed: int, teams: int)
         block_bytes: Bytes of one.
         most: Blocks that a team has at most.
         fixed: Bytes that a program takes beside.
-        teams: Of a program.
+        cols: Columns.
     """
-    room = min(SMALL_ROOM if is_small(weight) else UNIT_ROOM, (MAX_SHARED - fixed) // teams)
+    is_lone = weight.kind == "fp8" and cols == 1
+    room = SMALL_ROOM if is_small(weight) else LONE_ROOM if is_lone else UNIT_ROOM
+    room = min(room, (MAX_SHARED - fixed) // TEAMS[cols])
     return max(2, min(most, room // (block_bytes + 8)))
 
 
@@ -106,8 +108,9 @@ def project(
     fixed = teams * _sums(cols) + cols * (k + 8) * 2 + (k // 2 if cols == 1 else 0)
     blocks = max(MOST_BLOCKS, most + 1)
     fixed += teams * blocks * 4
-    places = _places(weight, block, most, fixed, teams)
-    keeps = cols == 1 and not gated and most <= min(places, MOST_BLOCKS)
+    places = _places(weight, block, most, fixed, cols)
+    one_by_one = weight.kind == "fp8" and cols == 1 and not gated and most <= MOST_BLOCKS
+    keeps = one_by_one or (cols == 1 and not gated and most <= min(places, MOST_BLOCKS))
     sum_places = MOST_BLOCKS // 2 + 1 if keeps else 2
     fixed += teams * (sum_places - 2) * _sums(cols) // 2
     source = Source.of(
@@ -125,7 +128,7 @@ def project(
         TEAMS=teams,
         PROGRAMS=1,
     )
-    shared = fixed + teams * places * (block + 8)
+    shared = fixed + teams * places * (block + (16 if one_by_one else 8))
     factors = pair_factors(weight) if gated else unit_factors(weight)
     weights = (weight.codes, scale_words(weight, tall), factors)
     arguments = (x, norm, *weights, out, num_rows, n, eps, x.stride(0), out.stride(0))
@@ -174,7 +177,7 @@ def project_add(
         N=n,
         WARPS=warps,
         COLS=cols,
-        PACE=ADD_PACE[4 if is_small(weight) else 8] if cols == 1 else warps,
+        PACE=ADD_PACE if cols == 1 else warps,
         PROGRAMS=1 if cols > 1 else 2 if warps == 16 else 3,
     )
     strides = (x.stride(0), hidden.stride(0), 0 if tap is None else tap.stride(0))
@@ -277,7 +280,7 @@ def _experts_up(
         + contest_bytes(*sizes)
     )
     fixed += teams * 8 * min(up.shape[0], mlp.top_k * cols)
-    places = LONE_PLACES if cols == 1 else _places(up, block, most * 2, fixed, teams) // 2
+    places = LONE_PLACES if cols == 1 else _places(up, block, most * 2, fixed, cols) // 2
     source = Source.of(
         "packed_up",
         K=k,

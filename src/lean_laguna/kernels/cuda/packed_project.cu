@@ -1,8 +1,8 @@
 // project.cu with packed weights: normalise and project, or silu(gate) * up of it; weights streamed once.
 //
 // -D: K, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES for blocks of 8 weight rows
-// on their way; BLOCKS that a team has at most; KEEPS 1: all of a lone row's blocks have places, and their sums too
-// (SUM_PLACES), which are added up at the end. Two blocks are the 16 rows of the matrix instruction (GATED: of gate and of
+// on their way; BLOCKS that a team has at most; KEEPS 1: all of a lone row's blocks have places for their sums
+// (SUM_PLACES), which are added up at the end, and FP8's go one by one; of others all have places themselves too. Two blocks are the 16 rows of the matrix instruction (GATED: of gate and of
 // up), tokens its columns. A program is TEAMS of WARPS, each with weights of its own; each warp takes its own part of K,
 // the parts are added in warp order.
 #include "packed.cuh"
@@ -11,6 +11,8 @@
 #define HALVES (COLS > 8 ? 2 : 1)
 #define STRIDE (K + 8)
 #define OUTPUTS (GATED ? 8 : 16)
+// Each block leaves its place as soon as it has been read.
+#define ONE_BY_ONE (KEEPS && is_whole(FORMAT))
 // Of one team: two units' in turn, or each unit's own.
 #define SUM_FLOATS (SUM_PLACES * WARPS * COLS * SUM_STRIDE)
 
@@ -30,7 +32,8 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     const int lane = thread & 31, g = lane >> 2, t = lane & 3;
     float *sums = all_sums + team * SUM_FLOATS;
     u64 *all_arrivals = (u64 *)(all_sums + TEAMS * SUM_FLOATS), *arrivals = all_arrivals + team * PLACES;
-    float *own_factors = (float *)(all_arrivals + TEAMS * PLACES) + team * BLOCKS;
+    u64 *turns = all_arrivals + (TEAMS + team) * PLACES;  // one by one
+    float *own_factors = (float *)(all_arrivals + (ONE_BY_ONE ? 2 : 1) * TEAMS * PLACES) + team * BLOCKS;
     u8 *slots = shared + team * PLACES * Own::BYTES;
 
     // This team's blocks: gate and up in turn, or a stretch.
@@ -45,6 +48,7 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     };
     if (threadIdx.x == 0) {
         for (int i = 0; i < TEAMS * PLACES; i++) init_arrival(all_arrivals + i);
+        for (int i = 0; i < (ONE_BY_ONE ? TEAMS * PLACES : 0); i++) init_turns(all_arrivals + TEAMS * PLACES + i, WARPS);
         show_arrivals();
     }
     __syncthreads();
@@ -97,10 +101,32 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
         if (FORMAT == FP4) y *= own_factors[GATED ? 0 : i + n / 8], up *= own_factors[GATED ? 1 : 0];
         out[(size_t)token * out_stride + block_of(i) * 8 + n] = GATED ? gated(y, up) : to_bf16(y);
     };
+#if KEEPS
+    // Where pairs leave theirs, too.
+    if (ONE_BY_ONE)
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            const int place = i % PLACES, odd = count % 2;
+            float total[2] = {};
+            wait_for_bytes(arrivals + place, i / PLACES & 1);
+            Own::template multiply_lone<1>(total, slots + place * Own::BYTES, nullptr, own_tokens, warp, [&] {
+                __syncwarp();
+                if (lane == 0 && i + PLACES < count) {
+                    end_turn(turns + place);
+                    // Another block goes where all warps have ended their turns.
+                    if (warp == 0) wait_for_turns(turns + place, i / PLACES & 1), ask(i + PLACES);
+                }
+                __syncwarp();
+            });
+            float *to = sums + ((i + odd) / 2 * WARPS + warp) * SUM_STRIDE + (i ? (i - odd) % 2 * 8 : 0);
+            if (t == 0) to[g] = total[0];
+            if (i == 0) stamp(FIRST_DONE);
+        }
+#endif
     // An odd block first, so that its place is soon another's.
     int width = count % 2 ? 1 : 2;
 #pragma unroll 1
-    for (int i = 0; i < count; i += width, width = 2) {
+    for (int i = ONE_BY_ONE ? count : 0; i < count; i += width, width = 2) {
         float even[HALVES][4] = {}, odd[HALVES][4] = {};
         // One block alone stands for both.
         const int second = i + width - 1, place = i % PLACES, next = second % PLACES;

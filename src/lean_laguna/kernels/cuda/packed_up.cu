@@ -140,14 +140,24 @@ packed_up(const u16 *x, const u16 *scores, const float *bias, const u8 *weight, 
         const u8 *from = slots + 2 * place * Own::BYTES;
         wait_for_bytes(arrivals + 2 * place, parity);
         wait_for_bytes(arrivals + 2 * place + 1, parity);
-        Own::template multiply<HALVES, true>(even, odd, from, from + Own::BYTES, own_tokens, STRIDE, warp);
-        leave_sums<COLS, HALVES>(sums + (i * WARPS + warp) * SUM_STRIDE, even, odd);
-        __syncwarp();
-        if (lane == 0) end_turn(turns + place);
+        float *to = sums + (i * WARPS + warp) * SUM_STRIDE;
         // Another unit goes where all warps have ended their turns.
-        if (lane == 0 && warp < 2 && own + (i + PLACES) * step < count) {
-            wait_for_turns(turns + place, parity);
-            ask(place, warp, own + (i + PLACES) * step);
+        auto release = [&] {
+            __syncwarp();
+            if (lane == 0) end_turn(turns + place);
+            if (lane == 0 && warp < 2 && own + (i + PLACES) * step < count) {
+                wait_for_turns(turns + place, parity);
+                ask(place, warp, own + (i + PLACES) * step);
+            }
+        };
+        if constexpr (is_whole(FORMAT)) {
+            float total[2] = {};
+            Own::template multiply_lone<2>(total, from, from + Own::BYTES, own_tokens, warp, [&] { release(), __syncwarp(); });
+            if (t == 0) to[g] = total[0], to[g + 8] = total[1];
+        } else {
+            Own::template multiply<HALVES, true>(even, odd, from, from + Own::BYTES, own_tokens, STRIDE, warp);
+            leave_sums<COLS, HALVES>(to, even, odd);
+            release();
         }
         if (i == 0) stamp(FIRST_DONE);
     }

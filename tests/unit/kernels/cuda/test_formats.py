@@ -52,7 +52,9 @@ def rows_of(draw, poisoned, n, width):
 
 
 @EVERY
-@pytest.mark.parametrize(("gated", "live", "cols"), [(False, 1, 1), (False, 2, 8), (True, 11, 16)])
+@pytest.mark.parametrize(
+    ("gated", "live", "cols"), [(False, 1, 1), (True, 1, 1), (False, 2, 8), (True, 11, 16)]
+)
 def test_project(draw, poisoned, count, both, name, gated, live, cols):
     k, n = 1024, 40
     weight, decoded = both(name, 2 * n, k, heights=(n, n))
@@ -181,11 +183,28 @@ def test_a_lone_row_has_the_same_bits_however_many_share_its_units(draw, blocks,
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("rows", [144, 160])
+def test_a_lone_row_has_the_same_bits_however_many_blocks_have_places(
+    draw, poisoned, count, both, monkeypatch, rows
+):
+    weight, k = both("fp8-block", rows, 2048)[0], 2048
+    x, norm, found = draw(MAX_ROWS, k), draw(k, scale=0.2) + 1, []
+    monkeypatch.setattr(packed_products, "multiprocessors", lambda _: 2)  # a team has four or five blocks
+    for cols, room in ((8, 50), (1, 34), (1, 50), (1, 100)):
+        monkeypatch.setattr(packed_products, "LONE_ROOM", room << 10)
+        out = poisoned(MAX_ROWS, rows)
+        products.project(x, norm, weight, out, count(1), EPS, Launch(cols), gated=False)
+        found.append(out[0])
+    assert all(torch.equal(row, found[0]) for row in found)
+
+
 def test_what_does_not_fit_is_left_to_triton(both):
     packed, _ = both("nvfp4", 16, 1024)
     assert not products.fits_project_add(packed)  # codes lie by rows of lanes, not by pairs
     assert not products.fits_project(both("nvfp4", 16, 512)[0])
     assert not products.fits_project(both("int4", 16, 1024, pairs=True)[0])
+    assert not products.fits_project(both("fp8-block", 16, 1536)[0], gated=False)
+    assert products.fits_project(both("fp8-block", 16, 512)[0], gated=False)
 
 
 @pytest.fixture
