@@ -64,7 +64,9 @@ def _sums(cols: int) -> int:
     return 2 * WARPS * cols * SUM_STRIDE * 4
 
 
-def _places(weight: Packed, block_bytes: int, most: int, fixed: int, cols: int) -> int:
+def _places(
+    weight: Packed, block_bytes: int, most: int, fixed: int, cols: int, *, is_long: bool = False
+) -> int:
     """Return how many blocks of 8 rows of a team are on their way at once.
 
     Args:
@@ -73,8 +75,9 @@ def _places(weight: Packed, block_bytes: int, most: int, fixed: int, cols: int) 
         most: Blocks that a team has at most.
         fixed: Bytes that a program takes beside.
         cols: Columns.
+        is_long: A head's blocks, which are many: attention does not come next.
     """
-    is_lone = weight.kind == "fp8" and cols == 1
+    is_lone = weight.kind == "fp8" and cols == 1 and not is_long
     room = SMALL_ROOM if is_small(weight) else LONE_ROOM if is_lone else UNIT_ROOM
     room = min(room, (MAX_SHARED - fixed) // TEAMS[cols])
     return max(2, min(most, room // (block_bytes + 8)))
@@ -88,7 +91,7 @@ def fits_project(weight: Packed, *, gated: bool) -> bool:
 
 def project(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     weight: Packed,
     out: Tensor,
     num_rows: Tensor,
@@ -97,7 +100,7 @@ def project(
     *,
     gated: bool,
 ) -> None:
-    """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it."""
+    """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it; x @ weight^T without a norm."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tall, cols = tall_log(weight), launch.cols
     block = sum(_widths(weight, tall))
@@ -108,7 +111,8 @@ def project(
     fixed = teams * _sums(cols) + cols * (k + 8) * 2 + (k // 2 if cols == 1 else 0)
     blocks = max(MOST_BLOCKS, most + 1)
     fixed += teams * blocks * 4
-    places = _places(weight, block, most, fixed, cols)
+    is_long = not gated and most > MOST_BLOCKS
+    places = _places(weight, block, most, fixed, cols, is_long=is_long)
     one_by_one = weight.kind == "fp8" and cols == 1 and not gated and most <= MOST_BLOCKS
     keeps = one_by_one or (cols == 1 and not gated and most <= min(places, MOST_BLOCKS))
     sum_places = MOST_BLOCKS // 2 + 1 if keeps else 2
@@ -125,6 +129,7 @@ def project(
         SUM_PLACES=sum_places,
         COLS=cols,
         GATED=gated,
+        NORM=norm is not None,
         TEAMS=teams,
         PROGRAMS=1,
     )

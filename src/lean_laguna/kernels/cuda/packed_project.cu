@@ -1,6 +1,7 @@
 // project.cu with packed weights: normalise and project, or silu(gate) * up of it; weights streamed once.
 //
-// -D: K, COLS, GATED, WARPS, PROGRAMS as in project.cu; FORMAT and TALL of packed.cuh; PLACES for blocks of 8 weight rows
+// -D: K, COLS, GATED, WARPS, PROGRAMS as in project.cu; NORM 0: rows are taken as they are, being normalised already;
+// FORMAT and TALL of packed.cuh; PLACES for blocks of 8 weight rows
 // on their way; BLOCKS that a team has at most; KEEPS 1: all of a lone row's blocks have places for their sums
 // (SUM_PLACES), which are added up at the end, and FP8's go one by one; of others all have places themselves too. Two blocks are the 16 rows of the matrix instruction (GATED: of gate and of
 // up), tokens its columns. A program is TEAMS of WARPS, each with weights of its own; each warp takes its own part of K,
@@ -57,10 +58,10 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
         for (int i = warp; i < PLACES; i += WARPS) ask(i);
     constexpr int ALL = TEAMS * WARPS;
     const int own_k = (threadIdx.x >> 5) * (K / ALL) + lane * 8;
-    if (COLS == 1) {  // till it is wanted, where the row will be
+    if (NORM && COLS == 1) {  // till it is wanted, where the row will be
         for (int k = 0; k < K / ALL && k + lane * 8 < K / ALL; k += 256)
             *(uint4 *)(tokens + own_k + k) = *(const uint4 *)(norm + own_k + k);
-    } else {
+    } else if (NORM) {
         for (int k = threadIdx.x * 8; k < K; k += ALL * 256) *(uint4 *)(scale + k) = *(const uint4 *)(norm + k);
     }
     // What sums are multiplied by.
@@ -75,7 +76,14 @@ packed_project(const u16 *x, const u16 *norm, const u8 *weight, const u8 *scales
     int buffer = 0;
     wait_for_inputs();
     stamp(WAITED);
-    if (COLS == 1) {
+    if (!NORM) {
+        const auto place_of = [&](int i) { return tokens + i / (K / 8) * STRIDE + i % (K / 8) * 8; };
+        for (int i = threadIdx.x; i < live * (K / 8); i += ALL * 32)
+            copy_async(place_of(i), x + (size_t)(i / (K / 8)) * x_stride + i % (K / 8) * 8, true);
+        wait_for_copies();
+        for (int i = threadIdx.x; i < live * (K / 8); i += ALL * 32) prepare<FORMAT>(place_of(i));
+        __syncthreads();
+    } else if (COLS == 1) {
         uint4 own_scale[OWN_PIECES(K, ALL)];
 #pragma unroll
         for (int j = 0; j < OWN_PIECES(K, ALL); j++)

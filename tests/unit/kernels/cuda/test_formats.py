@@ -198,6 +198,21 @@ def test_a_lone_row_has_the_same_bits_however_many_blocks_have_places(
     assert all(torch.equal(row, found[0]) for row in found)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "fp8-channel", "int8"])
+def test_rows_normalised_already_are_taken_as_they_are(draw, poisoned, count, both, monkeypatch, name):
+    (weight, decoded), x, found = both(name, 352, 1024), draw(MAX_ROWS, 1024), []
+    monkeypatch.setattr(packed_products, "multiprocessors", lambda _: 2)  # more blocks than sums are kept of
+    for live, cols in ((1, 1), (3, 8), (10, 16)):
+        out = poisoned(MAX_ROWS, 352)
+        packed_products.project(x, None, weight, out, count(live), EPS, Launch(cols), gated=False)
+        assert out[live:].isnan().all()
+        found.append(out[:live])
+    assert torch.equal(found[1], found[2][:3])
+    assert torch.equal(found[0], found[1][:1])
+    expected = x[:10].double() @ decoded.double().T
+    assert (found[2].double() - expected).norm() < 5e-3 * expected.norm()
+
+
 def test_what_does_not_fit_is_left_to_triton(both):
     packed, _ = both("nvfp4", 16, 1024)
     assert not products.fits_project_add(packed)  # codes lie by rows of lanes, not by pairs
