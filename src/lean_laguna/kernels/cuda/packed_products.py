@@ -100,7 +100,7 @@ def project(
     *,
     gated: bool,
 ) -> None:
-    """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it; x @ weight^T without a norm."""
+    """Compute rmsnorm(x) @ weight^T of the live rows, or silu(gate) * up of it; x as it is without a norm."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tall, cols = tall_log(weight), launch.cols
     block = sum(_widths(weight, tall))
