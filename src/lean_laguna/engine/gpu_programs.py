@@ -118,6 +118,8 @@ class StepPrograms:
         own_head = None if drafter is None or drafter.lm_head is None else drafter.lm_head.weight.detach()
         self._draft_head = self.target.head if own_head is None else own_head
         self._token_map = None if drafter is None or own_head is None else drafter.d2t
+        cuda = self._cuda_layers
+        self._head = None if cuda is None else cuda.head(self.target.head, self.most_rows)
         has_parts = self._cuda_layers is None or not self._cuda_layers.attends_all(layers)
         self.scratch = Scratch.allocate(
             layers, self.target.head, self._tiles, TRITON_ROWS, has_parts=has_parts
@@ -135,11 +137,9 @@ class StepPrograms:
             Walk.allocate(spark.bias.shape[0], self.device, self.most_rows) if spark is not None else None
         )
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
-        pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
+        self._pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
-        self._filtered = False
-        self._pool = pool
-        self._keeps_logits = False
+        self._filtered = self._keeps_logits = False
         self._left = (0, self.state)
 
     def _set_widths(self, most_rows: int) -> None:
@@ -345,6 +345,7 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
+            head=self._head,
         )
 
     def _draft_step(self, cols: int, *, filters: bool = False) -> DraftStep:
@@ -366,6 +367,7 @@ class StepPrograms:
             launch=self._launch(cols),
             tiles=self._tiles,
             layer=self._run_layer,
+            multiply=self._head if self._draft_head is self.target.head else None,
         )
 
     def _accept(self, cols: int) -> None:

@@ -136,7 +136,7 @@ def target_weights(
             _target_layer(config, i, layer, tables[config.layer_types[i]], store)
             for i, layer in enumerate(target.layers)
         )
-        head = store.one("lm_head.weight", is_head=True)
+        head = store.one("lm_head.weight")
         store.tell()
     return TargetWeights(embed, layers, target.model.norm.weight.detach(), head, config.rms_norm_eps)
 

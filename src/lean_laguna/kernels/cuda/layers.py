@@ -10,8 +10,9 @@ from torch import Tensor
 from lean_laguna.kernels.cuda import attention as cuda_attention
 from lean_laguna.kernels.cuda import products, wide_experts
 from lean_laguna.kernels.cuda.driver import collecting, compile_ahead
+from lean_laguna.kernels.cuda.head import CudaHead
 from lean_laguna.kernels.triton.attention import attend
-from lean_laguna.kernels.triton.formats import Weight
+from lean_laguna.kernels.triton.formats import Packed, Weight
 from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch
 from lean_laguna.kernels.triton.projection import gate_up, project
 from lean_laguna.kernels.triton.step import Inputs, Scratch, project_qkv, rows_of, run_experts
@@ -43,6 +44,12 @@ class CudaLayers:
     def most_rows(self, layers: Sequence[LayerWeights]) -> int:
         """Return how many rows of a step these layers take at once: more than others where all is theirs."""
         return MAX_ROWS if self._attends and all(map(_takes_many, layers)) else WIDE
+
+    def head(self, weight: Weight, most_rows: int) -> CudaHead | None:
+        """Return what multiplies by a head [V, D] in steps of so many rows; None: Triton's kernel does."""
+        if isinstance(weight, Packed) and most_rows <= WIDE and products.fits_project(weight):
+            return CudaHead(weight)
+        return None
 
     def compile_ahead(self, runs: Sequence[Callable[[], None]]) -> None:
         """Compile the runs' CUDA C++ kernels side by side; their Triton launches do happen."""

@@ -127,7 +127,7 @@ def fits_project(weight: Weight, *, gated: bool = False) -> bool:
 
 def project(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     weight: Weight,
     out: Tensor,
     num_rows: Tensor,
@@ -142,7 +142,7 @@ def project(
 
     Args:
         x: [MAX_ROWS, K] bf16.
-        norm: [K] weight of the RMSNorm.
+        norm: [K] weight of the RMSNorm; None, with a packed weight: rows are normalised already.
         weight: [N, K]; with ``gated`` [2N, K], gate rows first.
         out: [MAX_ROWS, N], written.
         num_rows: [1] int32, live rows.
@@ -155,6 +155,7 @@ def project(
     if isinstance(weight, Packed):
         packed_products.project(x, norm, weight, out, num_rows, eps, launch, gated=gated)
         return
+    assert norm is not None
     n, k = rows or weight.shape[0] // (2 if gated else 1), weight.shape[1]
     # More rows are taken by programs side by side: twice as many in one made it slower.
     units, cols = n // (4 if gated else 8), min(launch.cols, WIDE)

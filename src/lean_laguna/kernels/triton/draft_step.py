@@ -17,7 +17,7 @@ from lean_laguna.kernels.triton.head import sample, write_logits
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
 from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import project
-from lean_laguna.kernels.triton.step import Inputs, LayerRunner, Scratch, run_layer
+from lean_laguna.kernels.triton.step import HeadRunner, Inputs, LayerRunner, Scratch, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
 from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
 from lean_laguna.kernels.triton.weights import DrafterWeights
@@ -43,6 +43,7 @@ class DraftStep:
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
+        multiply: Multiplies by the head, or None: Triton's kernel does.
     """
 
     weights: DrafterWeights
@@ -60,6 +61,7 @@ class DraftStep:
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
+    multiply: HeadRunner | None = None
 
     def append_context(self, taps: Tensor) -> None:
         """Write context keys and values of the rows just verified; rejected ones are overwritten later.
@@ -124,7 +126,14 @@ class DraftStep:
             logits=self.logits,
             draft_rows=(rows.row_start, rows.row_request),
             token_map=self.token_map,
+            given=self._given(),
         )
+
+    def _given(self) -> Tensor | None:
+        """Return the product with the head, where another kernel than Triton's makes it."""
+        if self.multiply is None:
+            return None
+        return self.multiply(self.scratch.normed, self.inputs.rows.num_rows, self.launch)
 
     def _block(self) -> Inputs:
         """Return the rows of the block: without each request's last where it predicts nothing.
@@ -144,7 +153,8 @@ class DraftStep:
         assert walk is not None
         hidden, rows = self.scratch.normed, inputs.rows
         start_walk(walk)
-        write_logits(hidden, self.head, walk.logits, rows.num_rows, self.tiles.head, launch)
+        logits, tile = walk.logits, self.tiles.head
+        write_logits(hidden, self.head, logits, rows.num_rows, tile, launch, given=self._given())
         for step in range(1, min(spark.max_drafts, launch.cols - 1) + 1):
             walk_on(
                 step,

@@ -17,6 +17,9 @@ from lean_laguna.kernels.triton.formats import Packed, Weight, format_of, operan
 from lean_laguna.kernels.triton.launch import Launch, Tile, cdiv, power_of_two
 from lean_laguna.kernels.triton.primitives import prefetch_rows, product, wait_with_rows
 
+GIVEN_BLOCK = 512
+"""Of the vocabulary, of a program that chooses among what another kernel has multiplied."""
+
 
 @triton.jit
 def gumbel(seed, position, token):
@@ -97,7 +100,90 @@ def _head_kernel(
         False,
         FORMAT,
     )
-    value = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+    _leave(
+        acc.to(x_ptr.dtype.element_ty).to(tl.float32),
+        n,
+        col,
+        live,
+        logits_ptr,
+        best_value_ptr + pid * MAX,
+        best_id_ptr + pid * MAX,
+        seeds_ptr,
+        temperatures_ptr,
+        positions_ptr,
+        position_offset,
+        N,
+        BLOCK_N,
+        COLS,
+        LOGITS,
+        CHOOSE,
+    )
+
+
+@triton.jit
+def _given_kernel(
+    given_ptr,
+    logits_ptr,
+    best_value_ptr,
+    best_id_ptr,
+    seeds_ptr,
+    temperatures_ptr,
+    positions_ptr,
+    num_rows_ptr,
+    position_offset,
+    MAX: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    col = tl.arange(0, COLS)
+    n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = col < wait_with_rows(num_rows_ptr, PDL, True)
+    at = col[None, :].to(tl.int64) * N + n[:, None]
+    _leave(
+        tl.load(given_ptr + at, mask=live[None, :] & (n < N)[:, None], other=0.0).to(tl.float32),
+        n,
+        col,
+        live,
+        logits_ptr,
+        best_value_ptr + pid * MAX,
+        best_id_ptr + pid * MAX,
+        seeds_ptr,
+        temperatures_ptr,
+        positions_ptr,
+        position_offset,
+        N,
+        BLOCK_N,
+        COLS,
+        LOGITS,
+        CHOOSE,
+    )
+
+
+@triton.jit
+def _leave(
+    value,
+    n,
+    col,
+    live,
+    logits_ptr,
+    best_value_ptr,
+    best_id_ptr,
+    seeds_ptr,
+    temperatures_ptr,
+    positions_ptr,
+    position_offset,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    CHOOSE: tl.constexpr,
+):
+    """Write a block's logits [BLOCK_N, COLS], and of each column the best with its noise."""
     if LOGITS:
         at = col[None, :].to(tl.int64) * N + n[:, None]
         tl.store(logits_ptr + at, value, mask=live[None, :] & (n < N)[:, None])
@@ -112,8 +198,8 @@ def _head_kernel(
         value = tl.where((n < N)[:, None], value, float("-inf"))
         best = tl.max(value, 0)
         token = tl.min(tl.where(value == best[None, :], n[:, None], N), 0)
-        tl.store(best_value_ptr + pid * MAX + col, best, mask=live)
-        tl.store(best_id_ptr + pid * MAX + col, token, mask=live)
+        tl.store(best_value_ptr + col, best, mask=live)
+        tl.store(best_id_ptr + col, token, mask=live)
 
 
 @triton.jit
@@ -186,6 +272,7 @@ def sample(
     logits: Tensor | None = None,
     draft_rows: tuple[Tensor, Tensor] | None = None,
     token_map: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> None:
     """Choose one token for each live row.
 
@@ -206,23 +293,12 @@ def sample(
         draft_rows: ``row_start`` and ``row_request`` of a drafter's rows, whose first row of each request
             keeps its token; None for the target.
         token_map: [V] what to add to a reduced vocabulary's id to get the target's, or None.
+        given: [MAX_ROWS, V] of x's dtype: the product of both, where another kernel has made it.
     """
     V = weight.shape[0]
-    parts = cdiv(V, tile.block_n)
-    _head_kernel[(parts * launch.num_groups,)](
-        x,
-        operand(weight),
-        workspace[0] if logits is None else logits,
-        *workspace,
-        seeds,
-        temperatures,
-        positions,
-        num_rows,
-        position_offset,
-        LOGITS=logits is not None,
-        CHOOSE=True,
-        **_constants(weight, tile, launch, workspace[0].shape[1]),
-    )
+    parts = cdiv(V, tile.block_n if given is None else _given_block(tile))
+    chosen = (*workspace, seeds, temperatures, positions, num_rows, position_offset)
+    _launch(x, weight, given, logits, chosen, tile, launch, workspace[0].shape[1])
     row_start, row_request = (tokens, tokens) if draft_rows is None else draft_rows
     _best_kernel[(launch.cols,)](
         *workspace,
@@ -243,7 +319,14 @@ def sample(
 
 
 def write_logits(
-    x: Tensor, weight: Weight, logits: Tensor, num_rows: Tensor, tile: Tile, launch: Launch
+    x: Tensor,
+    weight: Weight,
+    logits: Tensor,
+    num_rows: Tensor,
+    tile: Tile,
+    launch: Launch,
+    *,
+    given: Tensor | None = None,
 ) -> None:
     """Compute the logits of each live row and choose nothing; bits as ``sample`` writes them.
 
@@ -254,15 +337,44 @@ def write_logits(
         num_rows: [1] int32, live rows.
         tile: By weight shape.
         launch: What the launches of a step share.
+        given: As for ``sample``.
     """
-    _head_kernel[(cdiv(weight.shape[0], tile.block_n) * launch.num_groups,)](
-        x,
-        operand(weight),
-        logits,
-        *[num_rows] * 5,
-        num_rows,
-        0,
-        LOGITS=True,
-        CHOOSE=False,
-        **_constants(weight, tile, launch, 0),
+    _launch(x, weight, given, logits, (*[num_rows] * 6, 0), tile, launch, 0)
+
+
+def _given_block(tile: Tile) -> int:
+    """Return how much of the vocabulary a program takes of a product that is there already."""
+    return max(GIVEN_BLOCK, tile.block_n)
+
+
+def _launch(
+    x: Tensor,
+    weight: Weight,
+    given: Tensor | None,
+    logits: Tensor | None,
+    chosen: tuple[Any, ...],
+    tile: Tile,
+    launch: Launch,
+    most_rows: int,
+) -> None:
+    """Write logits, if any are wanted, and the best of each part, if there is room for any rows."""
+    writes = {"LOGITS": logits is not None, "CHOOSE": most_rows > 0}
+    to = chosen[0] if logits is None else logits
+    if given is None:
+        constants = _constants(weight, tile, launch, most_rows) | writes
+        grid = cdiv(weight.shape[0], tile.block_n) * launch.num_groups
+        _head_kernel[(grid,)](x, operand(weight), to, *chosen, **constants)
+        return
+    block, V = _given_block(tile), weight.shape[0]
+    _given_kernel[(cdiv(V, block),)](
+        given,
+        to,
+        *chosen,
+        MAX=most_rows,
+        N=V,
+        BLOCK_N=block,
+        COLS=launch.tile_cols,
+        PDL=launch.pdl,
+        **writes,
+        **launch.options(tile.warps),
     )

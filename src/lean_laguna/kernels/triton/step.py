@@ -280,6 +280,8 @@ def run_experts(
 
 LayerRunner = Callable[..., None]
 """Called as ``run_layer`` is."""
+HeadRunner = Callable[[Tensor, Tensor, Launch], Tensor]
+"""Takes rows after the final norm, the number of live ones and the launch; returns the head's product."""
 
 
 @dataclass
@@ -298,6 +300,7 @@ class TargetStep:
         launch: Columns, early launch, programs.
         tiles: By kernel class.
         layer: Runs one layer: ``run_layer``, or what stands in for it.
+        head: Multiplies by the head, or None: Triton's kernel does, which chooses too.
     """
 
     weights: TargetWeights
@@ -311,6 +314,7 @@ class TargetStep:
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
     layer: LayerRunner = run_layer
+    head: HeadRunner | None = None
 
     def run(self) -> None:
         """Launch the step: input ids to sampled tokens, K/V appended, taps written."""
@@ -356,4 +360,5 @@ class TargetStep:
             launch,
             position_offset=1,
             logits=self.logits,
+            given=None if self.head is None else self.head(scratch.normed, rows.num_rows, launch),
         )

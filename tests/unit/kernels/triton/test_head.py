@@ -6,7 +6,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
-from lean_laguna.kernels.triton.head import sample
+from lean_laguna.kernels.triton import head
+from lean_laguna.kernels.triton.head import sample, write_logits
 from lean_laguna.kernels.triton.launch import Launch, Tile
 
 V, D = 83, 32
@@ -38,7 +39,19 @@ def test_philox_gives_the_published_vectors():
 
 @pytest.fixture
 def run(draw, poisoned, count, device):
-    def call(x, weight, temperatures, *, seeds=None, rows=3, offset=1, draft_rows=None, tokens=None, cols=16):
+    def call(
+        x,
+        weight,
+        temperatures,
+        *,
+        seeds=None,
+        rows=3,
+        offset=1,
+        draft_rows=None,
+        tokens=None,
+        cols=16,
+        given=None,
+    ):
         tokens = torch.full((16,), -7, dtype=torch.int32, device=device) if tokens is None else tokens
         logits = poisoned(16, V, of=torch.float32)
         parts = -(-V // 16)
@@ -56,6 +69,7 @@ def run(draw, poisoned, count, device):
             position_offset=offset,
             logits=logits,
             draft_rows=draft_rows,
+            given=given,
         )
         return tokens, logits
 
@@ -131,3 +145,23 @@ def test_columns_in_groups_choose_what_they_choose_in_one(
         own, found = run(x[start : start + 16].contiguous(), weight, [0.0, 0.9] * 8, rows=13)
         torch.testing.assert_close(logits[start : start + 13], found[:13])
         assert torch.equal(tokens[start : start + 13], own[:13])
+
+
+@pytest.mark.parametrize("cols", [1, 8, 16])
+def test_a_product_made_elsewhere_is_chosen_among_alike(
+    run, draw, poisoned, count, plain, device, assert_same_bits, cols, monkeypatch
+):
+    monkeypatch.setattr(head, "GIVEN_BLOCK", 32)  # three programs
+    x, weight, live = draw(16, D), draw(V, D), min(cols, 3)
+    temperatures = [0.8, 0.0, 1.2][:live]
+    made = poisoned(16, V, of=torch.float32)
+    write_logits(x, weight, made, count(live), TILE, Launch(cols=cols))
+    given = made.to(x.dtype)  # each logit is of that precision
+    right, expected = run(x, weight, temperatures, rows=live, cols=cols)
+    tokens, logits = run(x, torch.full_like(weight, 7.0), temperatures, rows=live, cols=cols, given=given)
+    assert torch.equal(tokens, right)
+    assert_same_bits(logits[:live], expected[:live])
+    assert logits[live:].isnan().all()
+    alone = poisoned(16, V, of=torch.float32)
+    write_logits(x, weight, alone, count(live), TILE, Launch(cols=cols), given=given)
+    assert_same_bits(alone[:live], expected[:live])
