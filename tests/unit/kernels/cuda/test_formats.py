@@ -7,6 +7,7 @@ import torch
 
 from lean_laguna.engine.gpu_packed import in_lane_order, to_kernels
 from lean_laguna.kernels.cuda import packed_products, products
+from lean_laguna.kernels.cuda.layers import CudaLayers
 from lean_laguna.kernels.triton.experts import Routing
 from lean_laguna.kernels.triton.formats import Packed
 from lean_laguna.kernels.triton.launch import MAX_ROWS, Launch
@@ -211,6 +212,17 @@ def test_rows_normalised_already_are_taken_as_they_are(draw, poisoned, count, bo
     assert torch.equal(found[0], found[1][:1])
     expected = x[:10].double() @ decoded.double().T
     assert (found[2].double() - expected).norm() < 5e-3 * expected.norm()
+
+
+def test_a_packed_head_is_multiplied_here_and_a_plain_one_is_not(draw, count, both, device):
+    (weight, decoded), x = both("fp8-block", 352, 1024), draw(MAX_ROWS, 1024)
+    layers = CudaLayers(torch.device(device))
+    assert layers.head(decoded, 16) is None
+    assert layers.head(weight, 64) is None  # wider than its kernels
+    found = layers.head(weight, 16)(x, count(5), Launch(8))
+    expected = x[:5].double() @ decoded.double().T
+    assert found.shape == (16, 352)
+    assert (found[:5].double() - expected).norm() < 5e-3 * expected.norm()
 
 
 def test_what_does_not_fit_is_left_to_triton(both):
