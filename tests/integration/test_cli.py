@@ -265,7 +265,8 @@ def test_an_interrupt_is_status_130_and_leaves_no_file(folders, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "\nlean-laguna: interrupted\n"
+    said = [line for line in err.splitlines() if "draft tokens were accepted" not in line]  # a random drafter
+    assert said == ["", "lean-laguna: interrupted"]
     assert os.listdir(out) == []
 
 

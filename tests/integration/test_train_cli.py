@@ -133,7 +133,7 @@ def test_another_recipe_does_not_go_on_from_this_state(folders, tmp_path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "one of corpus, target, drafter, responses, evaluate"),
+        ([], "train what? corpus, target, drafter, responses, evaluate"),
         (["targt"], "did you mean 'target'?"),
         (["tokenizer"], "learnt by: lean-laguna train corpus"),
         (["target", "--data", "/nowhere"], "make it with: lean-laguna train corpus"),
