@@ -56,6 +56,7 @@ class ScheduledSteps:
         self.is_on = False
         self._caps = DraftCaps()
         self._plan: _Plan | None = None
+        self._asked = (0, 0, 0.0, 0)  # batch, best fixed length, tokens per second, longest draft
         self._num_chosen = self._num_seen = 0
         self._looks_left, self._next_look, self._look_after = _FIRST_LOOKS, _LOOKS_FROM, _LOOK_AFTER[0]
         self._weight = self._tokens = self._seconds = self._fixed_tokens = self._fixed_seconds = 0.0
@@ -102,10 +103,18 @@ class ScheduledSteps:
         if self._plan is not None and self._plan.made_for != (batch, length):
             self.start_anew()
         schedule.wants_chances = self.is_on or schedule.is_always_told or self._looks()
-        if not schedule.wants_chances:
+        self._asked = (batch, length, tokens_per_s, max_draft_tokens)
+        if not self.is_on:
             return length
+        plan = self._current_plan(schedule, times)
+        schedule.costs = plan.costs
+        return plan.cap
+
+    def _current_plan(self, schedule: DraftSchedule, times: StepTimes) -> _Plan:
+        """Return the plan for the step last chosen for: the last one while it lasts."""
         plan = self._plan
         if plan is None or self._num_chosen >= plan.until:
+            batch, length, tokens_per_s, max_draft_tokens = self._asked
             estimates = [times.estimate(k) for k in range(max_draft_tokens + 1)]
             caps = full_lengths(schedule.row_tiles, batch, max_draft_tokens)
             cap = next((cap for cap in caps if cap >= length), length)
@@ -117,10 +126,7 @@ class ScheduledSteps:
                 self._num_chosen + _PLAN_LASTS[self._num_seen >= _SETTLED_AFTER],
                 (batch, length),
             )
-        if not self.is_on:
-            return length
-        schedule.costs = plan.costs
-        return plan.cap
+        return plan
 
     def start_anew(self) -> None:
         """Keep little of what was seen, and look soon: the text or the best fixed length is another."""
@@ -158,9 +164,9 @@ class ScheduledSteps:
             accepted: Per sequence, drafts sent, and accepted.
         """
         sent, made, fixed = lengths
-        plan = self._plan
-        if plan is None or len(schedule.survival) != len(accepted) or not all(schedule.survival):
+        if not self._asked[0] or len(schedule.survival) != len(accepted) or not all(schedule.survival):
             return
+        plan = self._current_plan(schedule, times)  # not before: most steps teach nothing while this is off
         claims = (sum(own[:num]) for own, (num, _) in zip(schedule.survival, accepted, strict=True))
         self._claimed = self._claimed * _CLAIM_DECAY + sum(claims)
         self._came = self._came * _CLAIM_DECAY + sum(count for _, count in accepted)

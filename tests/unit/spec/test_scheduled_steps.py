@@ -56,6 +56,18 @@ def test_a_drafter_that_is_wrong_about_itself_is_not_followed_for_long():
     assert caps.count(3) > 400
 
 
+def test_a_step_that_teaches_nothing_costs_no_plan(monkeypatch):
+    steps, schedule, known, asked = ScheduledSteps(), DraftSchedule(is_always_told=True), times(), []
+    estimate = StepTimes.estimate
+    monkeypatch.setattr(StepTimes, "estimate", lambda self, k: (asked.append(k), estimate(self, k))[1])
+    for _ in range(100):
+        assert steps.choose(schedule, known, 1, 7, 2.0, 15) == 7
+    assert asked == []
+    schedule.survival = [[0.9] * 7]
+    steps.observe(schedule, known, (7, None, 7), DRAFT_S[7], [(7, 6)])
+    assert set(asked) == set(range(16))
+
+
 def fixed_after(steps, schedule, *, chances, draft_s=None, num=200, verify_s=VERIFY_S):
     """Return how many of the last steps were scheduled; all blocks are alike, and true to their chances."""
     known, draw, scheduled = StepTimes(), random.Random(3), 0
