@@ -58,16 +58,19 @@ class StepShape:
 
     def _drafting(self, rows: int) -> float:
         if self.seconds is not None:
-            return self.seconds[1][self._width(rows)][rows]
+            return self._timed(self.seconds[1], rows)
         return _DRAFT + _DRAFT_PER_ROW * rows
 
     def _verifying(self, rows: int) -> float:
         if self.seconds is not None:
-            return self.seconds[0][self._width(rows)][rows]
+            return self._timed(self.seconds[0], rows)
         return 1 + _PER_ROW * (rows - 1) + _PER_TILED_ROW * (self._tiled(rows) - 1)
 
-    def _width(self, rows: int) -> int:
-        return next(i for i, tile in enumerate(self.row_tiles) if tile >= rows)
+    def _timed(self, seconds: Sequence[Sequence[float]], rows: int) -> float:
+        """Return what a launch takes; one of more rows than any was timed for, as many of the widest."""
+        most = self.row_tiles[-1]
+        width = next((i for i, tile in enumerate(self.row_tiles) if tile >= rows), -1)
+        return seconds[width][min(rows, most)] * max(1.0, rows / most)
 
     def _tiled(self, rows: int) -> int:
         last = self.row_tiles[-1]

@@ -46,3 +46,9 @@ def test_launches_that_were_timed_take_what_they_took():
     assert shape.times(5, 7) == pytest.approx((0.75 + 0.5, 5.6 + 1.8)), "a launch of 32 rows, and one of 8"
     assert shape.times(2, 0) == pytest.approx((0.0, 1.2))
     assert shape.doubt(4, 7, 1) < StepShape(32, (8, 32)).doubt(4, 7, 1)
+
+
+def test_a_request_of_more_rows_than_a_launch_takes_as_many_of_the_widest():
+    timed = [[0.0, *[1.0 + rows for rows in range(16)]]] * 2
+    shape = StepShape(16, (8, 16), (timed, timed))
+    assert shape.times(1, 31)[1] == 2 * shape.times(1, 15)[1] == 32
