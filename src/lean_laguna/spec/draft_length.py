@@ -34,7 +34,7 @@ _LONGEST_PLAN, _PLAN_OFF = 512, 64  # steps that this comes to at most; and whil
 _STEPS_BETWEEN = 2  # likewise, from a trial to the next: they say how fast the machine is
 _TIME_EVERY = 4  # likewise, steps of which one is timed
 _LEARNING_S = 5e-5  # what learning from a step takes, unless told otherwise
-_LEARNING_SHARE = 0.03, 0.003  # of a step, what learning may take: at first, and later
+_LEARNING_SHARE = 0.003  # of a step, what learning may take once the first have taught
 _LONGEST_STRIDE = 64  # steps of which one teaches
 _LEARN_FIRST, _LEARN_AGAIN = 128, 16  # steps that teach until then, and where the text is another
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
@@ -171,8 +171,8 @@ class DraftLengthController:
         current = cell.current
         if before is None:
             cell.trials.home = current
-        share = _LEARNING_SHARE[cell.num_to_learn == 0]
-        cell.stride = max(1, min(_LONGEST_STRIDE, int(self.learning_s / (share * known.step_s[current]))))
+        stride = 1 if cell.num_to_learn else int(self.learning_s / (_LEARNING_SHARE * known.step_s[current]))
+        cell.stride = max(1, min(_LONGEST_STRIDE, stride))
         trial = cell.trials.choose(known, current)
         is_calm = trial is None and current == before and current > 0
         most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // cell.stride))

@@ -188,7 +188,7 @@ def test_where_steps_are_short_not_each_of_them_teaches():
         before = controller.to_dict()["acceptance"]
         observe(controller, 7, 6, draft_s=1e-5, verify_s=2e-4)
         added.append(controller.to_dict()["acceptance"] != before)
-    assert 128 // 10 < sum(added[:128]) < 128 // 5, "at first learning may take some 3 % of the time"
+    assert sum(added[:128]) > 120, "at first each one teaches: what drafts are worth is soon known"
     assert sum(added[-640:]) <= 10
 
 
