@@ -39,7 +39,7 @@ from triton.compiler import ASTSource
 
 from lean_laguna.core.errors import LeanLagunaError
 from lean_laguna.core.provenance import describe_run
-from lean_laguna.kernels.cuda.compiler import CompilationError, compiled, nvrtc
+from lean_laguna.kernels.cuda.compiler import compiled, has_nvrtc
 
 SHAPES = ("laguna-xs", "laguna-s")
 FAMILIES = (80, 86, 90, 100, 120)
@@ -308,15 +308,6 @@ def line(architecture: int, found: dict[str, Any]) -> str:
         f"{found['left_out']:3} left out {found['with_stack']:3} with a stack  "
         f"{found['most_shared_bytes'] // 1024:3} of {found['shared_bytes_a_program'] // 1024} KiB shared"
     )
-
-
-def has_nvrtc() -> bool:
-    """Say whether CUDA C++ can be compiled here."""
-    try:
-        nvrtc()
-    except CompilationError:
-        return False
-    return True
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
 import zlib
 
@@ -49,13 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``gpu`` where there is none, whichever tests were asked for."""
+    """Leave out what cannot run here, whichever tests were asked for."""
     if torch.cuda.is_available():
         return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    missing = {"gpu"} if shutil.which("g++") else {"gpu", "emulated"}
+    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish() -> None:

@@ -11,17 +11,9 @@ from typing import Any
 
 import pytest
 
-from lean_laguna.kernels.cuda.compiler import CompilationError, nvrtc
+from lean_laguna.kernels.cuda.compiler import has_nvrtc
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_builds.py"
-
-
-def has_nvrtc() -> bool:
-    try:
-        nvrtc()
-    except CompilationError:
-        return False
-    return True
 
 
 def built(folder: Path, *options: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -164,28 +164,31 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+class RepeatedNameError(ValueError):
+    """A name stands twice in one JSON object."""
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"'{twice:.60}' stands twice in one object")
+        raise RepeatedNameError(f"'{twice:.60}' stands twice in one object")
     return found
 
 
-def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = _once) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON that others wrote; every way in which it can be unusable is a ``ValueError``.
 
     Args:
         text: The JSON.
-        make_object: Makes an object of its names and values; the usual one refuses a name given twice.
 
     Raises:
         ValueError: It is not JSON, not UTF-8, nested too deeply, or holds a name twice, a number too long
             to be one, or half a character, which no file or tokenizer could take.
     """
     try:
-        value = json.loads(text, object_pairs_hook=make_object)
+        value = json.loads(text, object_pairs_hook=_once)
         if _ESCAPED_HALF.search(text) if isinstance(text, str) else _ESCAPED_HALF_BYTES.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

@@ -5,13 +5,12 @@ Source: the safetensors format: eight bytes of header length, a JSON header, the
 
 from __future__ import annotations
 
-import contextlib
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from lean_laguna.core.errors import CheckpointError
-from lean_laguna.core.files import parse_json
+from lean_laguna.core.files import RepeatedNameError, parse_json
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
@@ -61,17 +60,13 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{file}: '{twice}' stands twice in its header")
-        return found
-
     header: Any = None
-    with contextlib.suppress(ValueError):
-        header = parse_json(raw, unique)
+    try:
+        header = parse_json(raw)
+    except RepeatedNameError as error:
+        raise CheckpointError(f"{file}: its header: {error}") from None
+    except ValueError:
+        pass  # as what is no object
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
     return header

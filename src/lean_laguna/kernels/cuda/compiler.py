@@ -95,6 +95,15 @@ def nvrtc() -> ctypes.CDLL:
     )
 
 
+def has_nvrtc() -> bool:
+    """Say whether CUDA C++ can be compiled here."""
+    try:
+        nvrtc()
+    except CompilationError:
+        return False
+    return True
+
+
 def _version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import shutil
 import sys
 
 import pytest
@@ -274,10 +273,7 @@ def own_kernels(device, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("g++") is None and not torch.cuda.is_available(),
-    reason="without a GPU the kernels run in an emulator, which g++ compiles",
-)
+@pytest.mark.emulated
 def test_whole_blocks_by_other_kernels_equal_the_model_too(
     device, own_kernels, assert_same_bits, monkeypatch
 ):
