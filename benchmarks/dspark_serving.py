@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--only", type=int, default=len(MODES), help="so many of the modes")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -109,7 +110,7 @@ def main() -> None:
         },
         "max_tokens": arguments.max_tokens,
         "num_prompts": arguments.num_prompts * arguments.repeats,
-        **{f"T={temperature}": measure(temperature, arguments) for temperature in (0.0, 0.8)},
+        **{f"T={temperature}": measure(temperature, arguments) for temperature in arguments.temperatures},
     }
     if arguments.out is not None:
         atomic_write_text(arguments.out, json.dumps(content, indent=1) + "\n")

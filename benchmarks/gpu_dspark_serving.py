@@ -5,9 +5,10 @@
 ``walk``: the walk's kernels against plain PyTorch, in Laguna-XS's shape, and what a draft takes.
 ``nano``: real weights, whose steps cost much the same at any length on a large GPU. ``xs``: random weights in
 Laguna-XS's shape, whose steps do not; drafts stand at rates that differ from step to step, as the chances
-that ``nano-dspark`` gave did, and the drafter knows them. ``ece``: the calibration error of what the engine
+that ``nano-dspark`` gave do, and the drafter knows them. ``ece``: the calibration error of what the engine
 counts, on held-out text. ``streams``: DFlash's own choice of length in that shape, 1 to 16 streams. Modes
-take turns on the same draws; mismatches are against no drafts. ``first`` are an engine's first runs.
+take turns on the same texts and draws, in an order that changes; seven drafts stand twice, so that their
+ratio says what chance does. Mismatches are against no drafts. ``first`` are an engine's first runs.
 Writes gpu_dspark_serving.json. ``--tiny`` tries the script itself.
 """
 
@@ -18,6 +19,7 @@ import json
 import random
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -34,14 +36,14 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
-from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
+from lean_laguna.kernels.triton.walk import Chances, Walk, finish_walk, start_walk, walk_on
 from lean_laguna.kernels.triton.weights import SparkWeights
 from lean_laguna.spec.confidence import calibration_error
 from lean_laguna.spec.noise import gumbel_noise
 from lean_laguna.spec.synthetic import SyntheticAcceptance
 from lean_laguna.train.dataset import load_tokens
 
-NUM_SETS, LENGTH = 8, 7
+NUM_SETS, LENGTH = 512, 7
 DEFAULT_SETS = tuple(
     tuple(p ** (k + 1) for k in range(LENGTH)) for p in (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 )
@@ -79,14 +81,13 @@ class Watch:
         return spoke
 
     def sets(self) -> tuple[tuple[float, ...], ...]:
-        """Return eight equal parts of the blocks, from the least to the most promising, as mean chances."""
+        """Return as many of the blocks' chances, from the least to the most promising at even distances."""
         blocks = sorted((own for own, _ in self.blocks), key=sum)
-        if len(blocks) < 4 * NUM_SETS:
+        if not blocks:
             return DEFAULT_SETS
-        parts = [
-            blocks[i * len(blocks) // NUM_SETS : (i + 1) * len(blocks) // NUM_SETS] for i in range(NUM_SETS)
-        ]
-        return tuple(tuple(round(mean(own[k] for own in part), 4) for k in range(LENGTH)) for part in parts)
+        count = min(NUM_SETS, len(blocks))
+        found = (blocks[i * len(blocks) // count] for i in range(count))
+        return tuple(tuple(round(chance, 4) for chance in own) for own in found)
 
     def errors(self) -> list[float]:
         """Return the calibration error of each position's survival."""
@@ -173,9 +174,13 @@ class Bench:
         return rate, [own.token_ids for own in said], counts
 
     def compare(
-        self, modes: dict[str, tuple[Any, int | None]], prompts: list[list[int]], temperature: float, new: int
+        self,
+        modes: dict[str, tuple[Any, int | None]],
+        prompts_of: Callable[[int], list[list[int]]],
+        temperature: float,
+        new: int,
     ) -> dict[str, Any]:
-        """Let the modes take turns."""
+        """Let the modes take turns, on the prompts of turn 0, 1, ..."""
         rates: dict[str, list[float]] = {name: [] for name in modes}
         counts: dict[str, list[Any]] = {name: [] for name in modes}
         mismatches = dict.fromkeys(modes, 0)
@@ -183,14 +188,16 @@ class Bench:
         where: dict[str, Any] = {}
         for name, (engine, k) in modes.items():
             runs = range(4 if k is None else 1)
-            first[name] = [round(self.run(engine, k, prompts, temperature, new)[0], 1) for _ in runs]
+            first[name] = [round(self.run(engine, k, prompts_of(i), temperature, new)[0], 1) for i in runs]
         for engine, _ in modes.values():
             self.traces[id(engine)].take()
         is_small = engine.target.config.hidden_size < 1024 and not self.args.tiny
-        repeats = self.args.repeats * (NANO_RUNS if is_small else 1)
+        repeats, order = self.args.repeats * (NANO_RUNS if is_small else 1), list(modes)
+        draw = random.Random(0)
         for i in range(repeats):
-            said = {}
-            for name in list(modes)[:: 1 if i % 2 else -1]:
+            said, prompts = {}, prompts_of(i)
+            draw.shuffle(order)
+            for name in order:
                 rate, said[name], own = self.run(*modes[name], prompts, temperature, new, 1 + i)
                 rates[name].append(rate)
                 counts[name] += own
@@ -221,6 +228,11 @@ class Bench:
             print(f"   {temperature} x{len(prompts)} {name}: {found[name]}", flush=True)
         return found
 
+    @staticmethod
+    def turn_of(texts: list[list[int]], streams: int, turn: int) -> list[list[int]]:
+        """Return the texts of a turn."""
+        return [texts[(turn * streams + i) % len(texts)] for i in range(streams)]
+
     def walk(self, result: dict[str, Any]) -> None:
         """Seven drafts of two requests, greedy and sampled: equal to PyTorch's, and microseconds a draft."""
         vocab, rank, width = (500, 16, 32) if self.args.tiny else (100352, 256, 2048)
@@ -236,8 +248,9 @@ class Bench:
         weights = SparkWeights(
             draw(vocab, rank).to(dtype),
             draw(vocab, rank).to(dtype) * rank**-0.5,
-            draw(width + rank).to(dtype) * 0.05,
+            draw(width).to(dtype) * 0.05,
             draw(1).to(dtype),
+            draw(vocab),
             ones,
             ones - 1,
             False,
@@ -249,11 +262,13 @@ class Bench:
         seeds = torch.full((16,), 2**40 + 7, device=device)
         temperatures = torch.tensor([0.0] * 8 + [0.8] * 8, device=device)
 
+        chances = Chances(*(torch.zeros(size, device=device) for size in (64, 64, 64, 1)))
+
         def go() -> None:
-            start_walk(walk)
+            start_walk(weights, walk, rows, Launch(16), hidden=hidden, chances=chances)
             for step in range(1, LENGTH + 1):
-                walk_on(step, weights, walk, ids, seeds, temperatures, rows, Launch(16))
-            finish_walk(weights, walk, hidden, ids, rows, Launch(16))
+                walk_on(step, weights, walk, ids, seeds, temperatures, rows, Launch(16), chances=chances)
+            finish_walk(walk, ids, rows, Launch(16))
 
         go()
         noise = torch.from_numpy(gumbel_noise([2**40 + 7] * 16, list(range(100, 116)), vocab)).to(device)
@@ -263,21 +278,24 @@ class Bench:
             scores = (walk.logits[row] + weights.bias.float() @ before).double()
             scores = scores / 0.8 + noise[row] if row > 8 else scores
             equal += int(scores.argmax()) == int(ids[row])
-            guess = torch.cat([hidden[row].float(), before]) @ weights.confidence.float()
-            off = max(off, abs(float(guess + weights.confidence_bias.float() - walk.guesses[row])))
-        result |= {"drafts_equal": equal, "of": 14, "confidence_off": off}
+            guess = hidden[row].float() @ weights.confidence.float() + weights.after[int(ids[row - 1])]
+            chance = torch.sigmoid(guess + weights.confidence_bias.float())
+            off = max(off, abs(float(chance - chances.given[row])))
+        result |= {"drafts_equal": equal, "of": 14, "chance_off": off}
         if device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 go()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            for _ in range(20):
+            for name, least in (("us_per_block_of_7", 0.0), ("us_where_only_the_first_is_made", 1.0)):
+                chances.least.fill_(least)
                 graph.replay()
-            end.record()
-            end.synchronize()
-            result["us_per_block_of_7"] = round(50 * start.elapsed_time(end), 1)
+                start.record()
+                for _ in range(20):
+                    graph.replay()
+                end.record()
+                end.synchronize()
+                result[name] = round(50 * start.elapsed_time(end), 1)
         print(f"   {result}", flush=True)
 
     def nano(self, result: dict[str, Any]) -> None:
@@ -294,21 +312,24 @@ class Bench:
         modes = {
             "off": (spark, 0),
             "dspark 7": (spark, LENGTH),
+            "dspark 7 again": (spark, LENGTH),
             "dspark scheduled": (spark, None),
             **others,
         }
-        texts = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
+        pieces = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
+        texts = [spark.tokenizer.encode(text)[: 8 + 3 * (i % 16)] for i, text in enumerate(pieces)]
         for temperature in (0.0, 0.8):
             for streams in (1,) if tiny else self.args.streams:
                 if self.left() < 12 and not tiny:
                     break
-                ids = [spark.tokenizer.encode(texts[i % len(texts)])[: 8 + 3 * i] for i in range(streams)]
-                found = self.compare(modes, ids, temperature, 8 if tiny else 256)
+
+                prompts_of = partial(Bench.turn_of, texts, streams)
+                found = self.compare(modes, prompts_of, temperature, 8 if tiny else 256)
                 found["draft_length"] = spark.stats().draft_length_reason
                 result[f"T={temperature} {streams} streams"] = found
             watch = Watch(spark)  # which takes time of its own
-            for seed in range(2 if tiny else 16):
-                self.run(spark, LENGTH, ids[:1], temperature, 8 if tiny else 256, seed)
+            for seed in range(2 if tiny else 40):
+                self.run(spark, LENGTH, prompts_of(seed)[:1], temperature, 8 if tiny else 256, seed)
             watch.stop()
             self.sets[temperature] = watch.sets()
             result[f"T={temperature} chances"] = {"sets": self.sets[temperature], "errors": watch.errors()}
@@ -365,7 +386,7 @@ class Bench:
                 break
             size, new = (6, 8) if tiny else (256, 193)
             prompts = [[draw.randrange(100, vocab) for _ in range(size)] for _ in range(streams)]
-            found = self.compare(modes, prompts, 0.0, new)
+            found = self.compare(modes, lambda _, own=prompts: own, 0.0, new)
             for mode in found.values():
                 mode.pop("mismatches")
             found["draft_length"] = engine.stats().draft_length_reason
@@ -394,6 +415,7 @@ class Bench:
         modes = {
             "off": (engine, 0),
             "fixed 7": (engine, LENGTH),
+            "fixed 7 again": (engine, LENGTH),
             "scheduled": (engine, None),
             **({} if self.args.lean else {"fixed 3": (engine, 3)}),
         }
@@ -406,8 +428,15 @@ class Bench:
                 if self.left() < 12 and not tiny:
                     break
                 size = 6 if tiny else 256
-                prompts = [[draw.randrange(100, vocab - 100) for _ in range(size)] for _ in range(streams)]
-                found = self.compare(modes, prompts, 0.0, 8 if tiny else 320 if streams == 1 else 128)
+                texts = [[draw.randrange(100, vocab - 100) for _ in range(size)] for _ in range(16 * streams)]
+
+                def prompts_of(
+                    turn: int, texts: list[list[int]] = texts, streams: int = streams
+                ) -> list[list[int]]:
+                    return [texts[(turn * streams + i) % len(texts)] for i in range(streams)]
+
+                new = 8 if tiny else 320 if streams == 1 else 128
+                found = self.compare(modes, prompts_of, 0.0, new)
                 for mode in found.values():
                     mode.pop("mismatches")  # synthetic output differs by what is drafted
                 found["draft_length"] = engine.stats().draft_length_reason

@@ -55,19 +55,26 @@ class DraftLengths:
         self._chosen_of = dict(zip(sequences, lengths, strict=True))
         return lengths
 
-    def hears(self, sequences: Sequence[SequenceState], accepted: Sequence[tuple[int, int]]) -> bool:
+    def hears(
+        self,
+        sequences: Sequence[SequenceState],
+        accepted: Sequence[tuple[int, int]],
+        *,
+        is_idle: bool = False,
+    ) -> bool:
         """Say whether ``observe`` would learn from a step; to be asked once for each step.
 
         Args:
             sequences: That the step was for.
             accepted: Per sequence, its drafts and how many were accepted.
+            is_idle: There is time to learn.
         """
         self._check_acceptance(accepted)
         controller = self.controller
         if controller is None or controller.is_fixed or not all(s.follows_engine for s in sequences):
             return False
         most = max(num_drafts for num_drafts, _ in accepted)
-        return controller.hears(most, len(sequences), self._context_len)
+        return controller.hears(most, len(sequences), self._context_len, is_idle=is_idle)
 
     def observe(
         self,

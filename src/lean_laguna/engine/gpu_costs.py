@@ -14,6 +14,7 @@ from lean_laguna.core.engine_sizes import WIDE
 from lean_laguna.engine.gpu_lanes import mark, seconds_between
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_state import Block
+from lean_laguna.spec.draft_schedule import StepCosts
 
 _REPEATS = 3
 _TIMED = "verify", "propose"
@@ -72,25 +73,33 @@ class Prices:
 
     def __init__(self, programs: StepPrograms, costs: RowCosts):
         self._programs, self.costs = programs, costs
-        self._sent = np.zeros(costs.table.shape, dtype=np.float32)
-        self._sent_for: float | None = None
+        self._sent = np.zeros(1 + costs.table.size, dtype=np.float32)
+        self._sent_for: StepCosts | None = None
         self._num_asked = self._num_sent = 0
         is_gpu = programs.device.type == "cuda"
         # Several, in turn: a copy may still wait for the steps launched before it.
-        self._hosts = [torch.zeros(costs.table.shape, pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
+        self._hosts = [torch.zeros(len(self._sent), pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
 
-    def set(self, tokens_per_s: float | None) -> None:
-        """Have drafts cut by what time is worth, or, given None, kept."""
+    def set(self, costs: StepCosts | None) -> None:
+        """Have drafts made and cut by what time is worth, or, given None, all made and kept."""
         self._num_asked += 1
-        if tokens_per_s == self._sent_for and self._num_asked % _REFRESH_EVERY:
+        if costs is self._sent_for and self._num_asked % _REFRESH_EVERY:
             return
-        self._sent_for = tokens_per_s
-        prices = np.zeros_like(self._sent) if tokens_per_s is None else self.costs.prices(tokens_per_s)
-        if np.abs(prices - self._sent).max() > _LEAST_CHANGE * np.abs(self._sent).max():
+        self._sent_for = costs
+        wanted = np.zeros_like(self._sent)
+        if costs is not None:
+            wanted[0], wanted[1:] = costs.least, self.costs.prices(costs.tokens_per_s).ravel()
+        change = np.abs(wanted - self._sent)
+        if (
+            change[0] > _LEAST_CHANGE * self._sent[0]
+            or change[1:].max() > _LEAST_CHANGE * self._sent[1:].max()
+        ):
             host = self._hosts[self._num_sent % _HOST_BUFFERS]
-            host.copy_(torch.from_numpy(prices))
-            self._programs.prices.copy_(host, non_blocking=True)
-            self._sent, self._num_sent = prices, self._num_sent + 1
+            host.copy_(torch.from_numpy(wanted))
+            self._programs.least.copy_(host[:1], non_blocking=True)
+            prices = host[1:].view(self._programs.prices.shape)
+            self._programs.prices.copy_(prices, non_blocking=True)
+            self._sent, self._num_sent = wanted, self._num_sent + 1
 
 
 def measure_rows(programs: StepPrograms) -> tuple[Table, Table]:

@@ -24,7 +24,7 @@ from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
 from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Plan, Spoke, mark
-from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
+from lean_laguna.engine.gpu_layout import has_filters, made_and_cut, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
@@ -41,6 +41,9 @@ from lean_laguna.spec.draft_shape import StepShape
 from lean_laguna.spec.proposer import DFlashProposer
 
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
+
+
+_IDLE = 2.0  # times what learning takes that the host must have waited for the device to learn for nothing
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,7 @@ class GpuEngine(LLMEngine):
         self._schedule = self.controller.schedule if self.controller is not None else None
         if self._schedule is not None:
             self._schedule.row_tiles = self._programs.widths
-            self._schedule.compares_caps = False  # another number of rows lays all requests out anew
-            self._schedule.is_always_told = True
+            self._schedule.stops_early = True
         is_measured = is_gpu and self.controller is not None and not self.controller.is_fixed
         measured = measure_rows(self._programs) if is_measured else None
         widths = self._programs.widths
@@ -258,8 +260,7 @@ class GpuEngine(LLMEngine):
     def _set_prices(self) -> None:
         """Have the drafts that are made from here on cut as the step last chosen for says."""
         if self._schedule is not None:
-            costs = self._schedule.costs
-            self._prices.set(None if costs is None else costs.tokens_per_s)
+            self._prices.set(self._schedule.costs)
 
     def _can_go_on(self, lengths: dict[SequenceState, int]) -> bool:
         """Say whether the lanes hold just these sequences, and launches are as few and narrow as can be."""
@@ -368,12 +369,16 @@ class GpuEngine(LLMEngine):
         """Wait for the oldest step under way and commit what it said."""
         a_round = self._rounds.popleft()
         spoke: list[Spoke] = []
+        waited_s = 0.0
         for launched in a_round.launched:
+            start_s = time.perf_counter()
             self._lanes.wait_for(launched)
+            waited_s += time.perf_counter() - start_s
             spoke += self._commit(launched, deltas)
         if spoke and a_round.is_alone:
             sequences, counts = [one.sequence for one in spoke], [one.counts for one in spoke]
-            if self._draft_lengths.hears(sequences, counts):
+            is_idle = waited_s > _IDLE * self._LEARNING_S
+            if self._draft_lengths.hears(sequences, counts, is_idle=is_idle):
                 self._learn(a_round, spoke)
 
     def _learn(self, a_round: _Round, spoke: Sequence[Spoke]) -> None:
@@ -392,10 +397,7 @@ class GpuEngine(LLMEngine):
             verify_s += lane_s
         counts = [one.counts for one in spoke]
         if self._schedule is not None:
-            is_told = made is not None or self._schedule.wants_chances
-            self._schedule.note(
-                [num for num, _ in counts], [one.chances() if is_told else () for one in spoke]
-            )
+            self._schedule.note([num for num, _ in counts], [one.chances() for one in spoke])
         self._draft_lengths.observe(
             [one.sequence for one in spoke],
             counts,
@@ -441,7 +443,7 @@ class GpuEngine(LLMEngine):
         before, lane.cut = lane.cut, fields["cut"][: len(lane.sequences)].tolist()
         cuts = [now - num for now, num in zip(lane.cut, before, strict=True)]
         if any(cuts):
-            for sequence, num in zip(lane.sequences, cuts, strict=True):
+            for sequence, num in zip(lane.sequences, made_and_cut(fields, cuts), strict=True):
                 self._record_cut(sequence, num)
         return cuts
 

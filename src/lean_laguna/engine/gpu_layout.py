@@ -99,6 +99,8 @@ def has_filters(sequences: Iterable[SequenceState]) -> bool:
 def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> list[tuple[float, ...]]:
     """Return the chances of each request's drafts as they were laid out, before any was cut.
 
+    One that was not made counts as likely as the one before it.
+
     Args:
         fields: ``Block.arrays`` after a step.
         entry_cuts: Drafts cut of each request in that step.
@@ -106,7 +108,17 @@ def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> 
     found, row = [], 0
     for entry, cut in enumerate(entry_cuts):
         rows = int(fields["row_count"][entry]) + cut
-        found.append(tuple(float(chance) for chance in fields["chances"][row + 1 : row + rows]))
+        found.append(tuple(abs(float(chance)) for chance in fields["chances"][row + 1 : row + rows]))
+        row += rows
+    return found
+
+
+def made_and_cut(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> list[int]:
+    """Return how many of the drafts cut of each request were made; arguments as for ``chances_made``."""
+    found, row = [], 0
+    for entry, cut in enumerate(entry_cuts):
+        rows = int(fields["row_count"][entry]) + cut
+        found.append(cut - int((fields["chances"][row + 1 : row + rows] < 0).sum()) if cut else 0)
         row += rows
     return found
 

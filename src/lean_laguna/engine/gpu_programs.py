@@ -31,7 +31,7 @@ from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
 from lean_laguna.kernels.triton.step import Caches, Inputs, LayerRunner, Scratch, TargetStep, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
-from lean_laguna.kernels.triton.walk import Walk
+from lean_laguna.kernels.triton.walk import Chances, Walk
 from lean_laguna.models.dflash import DRAFT_FULL_GROUP, DRAFT_SLIDING_GROUP, DFlashDrafter
 from lean_laguna.models.laguna import FULL_GROUP, SLIDING_GROUP, LagunaForCausalLM
 
@@ -64,6 +64,7 @@ class StepPrograms:
         verified_logits: [most_rows, V] float32 of the last step's rows, where they are kept.
         prices: [W, most_rows + 1] float32 tokens that a step with so many rows is worth, for each width, by
             which ``propose`` cuts drafts; zeros keep all.
+        least: [1] float32 chance below which no more drafts are made; 0 for all.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class StepPrograms:
         self._walk = (
             Walk.allocate(spark.bias.shape[0], self.device, self.most_rows) if spark is not None else None
         )
+        self._survival = torch.zeros(2, MAX_ROWS, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         self._pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -150,6 +152,7 @@ class StepPrograms:
         self.most_rows = most_rows
         self.widths = tuple(cols for cols in WIDTHS if cols <= most_rows) if self._is_gpu else (most_rows,)
         self.prices = torch.zeros(len(self.widths), most_rows + 1, device=self.device)
+        self.least = torch.zeros(1, device=self.device)
 
     @property
     def graph_pool(self) -> Any:
@@ -363,6 +366,7 @@ class StepPrograms:
             token_map=self._token_map,
             logits=self.logits_of(cols) if filters and self._walk is None else None,
             walk=self._walk,
+            chances=self._chances(),
             filters=self._filters if filters else None,
             launch=self._launch(cols),
             tiles=self._tiles,
@@ -464,30 +468,26 @@ class StepPrograms:
         self._draft_step(cols, filters=is_filtered).propose()
         if is_filtered and self._walk is None:
             self._filter(cols, self._inputs.input_ids, 0, is_draft=True)
-        if self._walk is not None:
-            self._schedule(cols, self._walk)
+        chances, inputs = self._chances(), self._inputs
+        if chances is not None:
+            schedule(
+                chances,
+                self.prices[self.widths.index(max(cols, self.widths[0]))],
+                self.state.fields["cut"],
+                inputs.input_ids,
+                inputs.seeds,
+                inputs.temperatures,
+                self.rows,
+                self._launch(cols),
+            )
 
-    def _schedule(self, cols: int, walk: Walk) -> None:
-        """Keep the drafts worth verifying, where the drafter says how confident it is."""
-        assert self.drafter is not None
-        assert self.drafter.spark is not None
-        if self.drafter.spark.confidence is None:
-            return
-        inputs, state = self._inputs, self.state.fields
-        schedule(
-            walk.guesses,
-            self.drafter.spark,
-            self.prices[self.widths.index(max(cols, self.widths[0]))],
-            state["chances"],
-            state["cut"],
-            inputs.input_ids,
-            inputs.seeds,
-            inputs.temperatures,
-            self.rows,
-            self._launch(cols),
-            thresholds=self._thresholds,
-            request_seeds=state["seeds"],
-        )
+    def _chances(self) -> Chances | None:
+        """Return where a drafter that says how confident it is says so."""
+        spark = self.drafter.spark if self.drafter is not None else None
+        if spark is None or spark.confidence is None:
+            return None
+        state = self.state.fields
+        return Chances(*self._survival, state["chances"], self.least, self._thresholds, state["seeds"])
 
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()

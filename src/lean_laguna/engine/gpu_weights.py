@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         TargetWeights,
     )
 
+_ROWS_AT_ONCE = 4096  # of an embedding, where a float32 copy of all of it would take too much
+
 
 def why_not(target: Any, drafter: Any, device: torch.device) -> str | None:
     """Say why these models cannot run on the Triton kernels; None where they can."""
@@ -260,12 +262,19 @@ def _spark(drafter: DSparkDrafter, store: WeightStore) -> SparkWeights:
     greedy = Calibration(heads.greedy_temperatures, heads.greedy_biases).padded(MAX_ROWS)
     sampled = Calibration(heads.sampled_temperatures, heads.sampled_biases).padded(MAX_ROWS)
     device = drafter.fc.weight.device
-    weight = drafter.confidence_weight
+    before, weight = _plain(drafter.markov_w1), drafter.confidence_weight
+    after = None
+    if weight is not None:
+        after = torch.zeros(len(before), device=device)
+        if heads.confidence_with_markov:
+            own = weight[0, -heads.markov_rank :].float()
+            after = torch.cat([part.float() @ own for part in before.split(_ROWS_AT_ONCE)])
     return SparkWeights(
-        before=_plain(drafter.markov_w1),
+        before=before,
         bias=store.one("markov_w2", is_head=True),
-        confidence=None if weight is None else _plain(weight)[0],
+        confidence=None if weight is None else _plain(weight)[0, : drafter.norm.shape[0]].contiguous(),
         confidence_bias=None if bias is None else bias.detach(),
+        after=after,
         scales=1.0 / torch.tensor([greedy[0], sampled[0]], device=device),
         offsets=torch.tensor([greedy[1], sampled[1]], device=device),
         is_shifted=drafter.config.sample_from_anchor,

@@ -17,6 +17,7 @@ from lean_laguna.spec.draft_shape import StepShape
 
 _WINDOW = 15  # observations a median looks back on: eight slow steps in a row move it, seven do not
 _KEPT_OF_OLD = 2  # of observations that lie far back
+_SOLID = 3  # observations that count where others do, too: the first of a kind is often slow
 _PACE_WINDOW, _PACE_SHARE = 9, 0.8  # steps that say how fast the machine is now; how far times follow that
 _LEAST_FOR_SPREAD, _QUARTILES = 5, 1.35  # standard deviations between the quartiles of a normal distribution
 _DECAY = 0.99  # weight that what happened to a draft keeps with each later draft: about 100 count
@@ -90,18 +91,33 @@ class StepTimes:
         As measured; else between the measured lengths around it, as far as the shape is; else the shape's,
         scaled to the nearest measured length.
         """
-        measured = self._medians.get(num_draft_tokens)
+        return self._by(self._medians, num_draft_tokens)
+
+    def ascending(self, longest: int) -> list[tuple[float, float]]:
+        """Return estimates for 0 to ``longest`` drafts by lengths timed more than once or twice.
+
+        Verifying fewer rows never counts as slower.
+        """
+        solid = {k: times for k, times in self._medians.items() if self.count(k) >= _SOLID} or self._medians
+        found = [self._by(solid, k) for k in range(longest + 1)]
+        for k in reversed(range(longest)):
+            found[k] = found[k][0], min(found[k][1], found[k + 1][1])
+        return found
+
+    def _by(self, known: Mapping[int, tuple[float, float]], length: int) -> tuple[float, float]:
+        """Return what a length takes, by medians of some."""
+        measured = known.get(length)
         if measured is not None:
             return measured
-        if not self._medians:
-            return self.shape(num_draft_tokens)
-        below = max((k for k in self._medians if k < num_draft_tokens), default=None)
-        above = min((k for k in self._medians if k > num_draft_tokens), default=None)
+        if not known:
+            return self.shape(length)
+        below = max((k for k in known if k < length), default=None)
+        above = min((k for k in known if k > length), default=None)
         if below is not None and above is not None:
-            return self._between(below, num_draft_tokens, above)
+            return self._between(below, length, above)
         nearest = below if below is not None else above
         assert nearest is not None
-        return self._scaled(nearest, num_draft_tokens)
+        return self._scaled(nearest, length)
 
     def likely(self, num_draft_tokens: int, near: int | None) -> tuple[float, float]:
         """Return the times to be expected from what another length takes, as far as the shape is right.

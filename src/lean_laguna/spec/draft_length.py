@@ -36,6 +36,7 @@ _TIME_EVERY = 4  # likewise, steps of which one is timed
 _LEARNING_S = 5e-5  # what learning from a step takes, unless told otherwise
 _LEARNING_SHARE = 0.003  # of a step, what learning may take once the first have taught
 _LONGEST_STRIDE = 64  # steps of which one teaches
+_MOST_REPEATED = 16  # steps that one choice is for
 _LEARN_FIRST, _LEARN_AGAIN = 128, 16  # steps that teach until then, and where the text is another
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.1, 4  # of step times, and the steps that it counts for
@@ -54,12 +55,11 @@ class _Cell:
         self.rates: list[float] = []  # tokens per second of one sequence by draft length, as of the last plan
         self.plan_left, self.plan_every = 0, _PLAN_EVERY[0]
         self.is_after_trial = False
-        self.num_steps = 0
+        self.num_steps = self.num_unheard = 0
         self.num_to_learn = _LEARN_FIRST  # steps that have yet to teach until they may take less
-        self.stride = 1  # steps of which one teaches, and for which one choice is made
+        self.stride = 1  # steps of which one teaches
         self.length = self.num_to_repeat = 0  # the choice at hand, and for how many steps more
         self.costs: StepCosts | None = None
-        self.wants_chances = False
         self.scheduled = ScheduledSteps()
 
     def begin_anew(self) -> None:
@@ -132,7 +132,8 @@ class DraftLengthController:
             may_schedule: False where others share the step.
         """
         if self.schedule is not None:
-            self.schedule.costs, self.schedule.wants_chances = None, False
+            self.schedule.costs = None
+            self.schedule.wants_chances = self._fixed is None and may_schedule
         if self._fixed is not None:
             return self._fixed
         self._last_key = key = _key(batch, context_len)
@@ -145,20 +146,20 @@ class DraftLengthController:
                 cell.is_after_trial,
                 cell.is_after_trial and cell.plan_left > 0,
             )
-            cell.num_to_repeat = 1 if cell.trials.pending is not None or is_after_trial else cell.stride
+            is_lone = cell.trials.pending is not None or is_after_trial
+            cell.num_to_repeat = 1 if is_lone else min(_MOST_REPEATED, cell.stride)
         cell.num_to_repeat -= 1
         if self.schedule is not None:
-            self.schedule.costs, self.schedule.wants_chances = cell.costs, cell.wants_chances
+            self.schedule.costs = cell.costs
         return cell.length
 
     def _schedule(self, cell: _Cell, batch: int, *, is_open: bool) -> None:
         """Decide whether confidence cuts the drafts of the next steps, and how far these go then."""
         assert self.schedule is not None
-        self.schedule.wants_chances = False
         if is_open and cell.length and not cell.times.is_empty:
             most, rate = self.max_draft_tokens, cell.rates[cell.length]
             cell.length = cell.scheduled.choose(self.schedule, cell.times, batch, cell.length, rate, most)
-        cell.costs, cell.wants_chances = self.schedule.costs, self.schedule.wants_chances
+        cell.costs = self.schedule.costs
 
     def _choose_fixed(self, key: tuple[int, int], cell: _Cell) -> tuple[int, bool]:
         """Return the length of a step whose drafts are all sent, and whether it is a trial."""
@@ -175,10 +176,10 @@ class DraftLengthController:
         cell.stride = max(1, min(_LONGEST_STRIDE, stride))
         trial = cell.trials.choose(known, current)
         is_calm = trial is None and current == before and current > 0
-        most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // cell.stride))
+        most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // min(_MOST_REPEATED, cell.stride)))
         cell.plan_every = min(most, 2 * cell.plan_every) if is_calm else _PLAN_EVERY[0]
         if not current:
-            cell.plan_every = max(1, _PLAN_OFF // cell.stride)
+            cell.plan_every = max(1, _PLAN_OFF // min(_MOST_REPEATED, cell.stride))
         cell.plan_left = next((n for until, n in _PLAN_AFTER if cell.num_steps < until), cell.plan_every) - 1
         return (current, False) if trial is None else (trial, True)
 
@@ -241,19 +242,21 @@ class DraftLengthController:
         """Whether the length is given, and nothing is to be learned."""
         return self._fixed is not None
 
-    def hears(self, num_draft_tokens: int, batch: int, context_len: int) -> bool:
+    def hears(self, num_draft_tokens: int, batch: int, context_len: int, *, is_idle: bool = False) -> bool:
         """Count a step, and say whether it teaches: of short ones not all do, for learning takes time.
 
         Args:
             num_draft_tokens: Longest draft in the step.
             batch: As given to `choose`.
             context_len: As given to `choose`.
+            is_idle: Whoever learns has time to.
         """
         if self.is_fixed:
             return False
         cell = self._cell(_key(batch, context_len))
         cell.num_steps += 1
-        is_heard = cell.num_steps % cell.stride == 0 or num_draft_tokens == cell.trials.pending
+        cell.num_unheard += 1
+        is_heard = is_idle or cell.num_steps % cell.stride == 0 or num_draft_tokens == cell.trials.pending
         cell.num_to_learn -= is_heard and cell.num_to_learn > 0
         return is_heard
 
@@ -308,13 +311,14 @@ class DraftLengthController:
         )
         emitted = 1 + sum(n for _, n in accepted) / max(1, len(accepted))
         worth_s = emitted / cell.rates[cell.current or 0] if cell.rates else 0.0
-        num_steps = 1 if is_trial else cell.stride
+        num_steps = 1 if is_trial else cell.num_unheard
+        cell.num_unheard -= num_steps
         if cell.trials.observe(
             num_draft_tokens, step_s, usual_s, worth_s, is_off=not cell.current, num_steps=num_steps
         ):
             cell.plan_left = _STEPS_BETWEEN if cell.num_steps > _PLAN_AFTER[0][0] else 0
             cell.num_to_repeat, cell.is_after_trial = 0, True
-        if cell.current and self.schedule is not None and self.schedule.survival:
+        if not is_trial and cell.current and self.schedule is not None and self.schedule.survival:
             lengths = (num_draft_tokens, num_made_tokens, cell.current)
             cell.scheduled.observe(self.schedule, cell.times, lengths, draft_s, accepted)
 

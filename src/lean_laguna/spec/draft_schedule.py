@@ -13,23 +13,32 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 ROW_TILES = (2, 4, 8, 12, 16)
 """Rows of a CPU's products; see ``kernels.linear``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepCosts:
     """What verification takes, and what time is worth.
 
     Attributes:
         verify_s: Measured seconds for a longest draft of 0, 1, 2, ... tokens.
         tokens_per_s: Tokens that all sequences of a step together earn in a second.
+        least: Chance, as far as the draft before tells, below which a sequence's next draft is not made; 0
+            where that saves nothing.
     """
 
     verify_s: Sequence[float]
     tokens_per_s: float
+    least: float = 0.0
+
+    @cached_property
+    def prices(self) -> list[float]:
+        """The tokens that verifying so many drafts costs."""
+        return [self.tokens_per_s * seconds for seconds in self.verify_s]
 
     def best_length(self, survival: Sequence[Sequence[float]]) -> int:
         """Return the length at which to cut all drafts of a step, 0 for verifying none.
@@ -37,34 +46,61 @@ class StepCosts:
         Args:
             survival: Per sequence, the chance that draft 1, 2, ... and all before it are accepted.
         """
-        longest = min(max((len(chances) for chances in survival), default=0), len(self.verify_s) - 1)
-        expected = 0.0
-        best, best_value = 0, -self._price(0)
-        for length in range(1, longest + 1):
-            expected += sum(chances[length - 1] for chances in survival if len(chances) >= length)
-            value = expected - self._price(length)
-            if value > best_value:
-                best, best_value = length, value
-        return best
+        worth = StepWorth(self)
+        for length in range(max((len(chances) for chances in survival), default=0)):
+            worth.add(sum(chances[length] for chances in survival if len(chances) > length))
+        return worth.best
 
-    def may_pay(self, survival: Sequence[Sequence[float]], length: int) -> bool:
-        """Return whether drafts beyond ``length`` could still be worth it; later ones survive no better.
+    def num_made(self, survival: Sequence[Sequence[float]], most: int) -> int:
+        """Return the drafts that are made of the sequence that gets furthest, of as many as are given.
 
         Args:
-            survival: Per sequence, its first ``length`` chances or fewer, where it wants no more.
-            length: Drafts made so far.
+            survival: As for ``best_length``.
+            most: What is asked for.
         """
-        going_on = sum(chances[length - 1] for chances in survival if len(chances) >= length)
-        expected = [sum(sum(chances[:k]) for chances in survival) for k in range(length + 1)]
-        best = max(tokens - self._price(k) for k, tokens in enumerate(expected))
-        return any(
-            expected[length] + (more - length) * going_on - self._price(more) > best
-            for more in range(length + 1, len(self.verify_s))
-        )
+        return max((self._num_made(chances, most) for chances in survival), default=0)
 
-    def _price(self, length: int) -> float:
-        """Return the tokens that verifying so many drafts costs."""
-        return self.tokens_per_s * self.verify_s[length]
+    def _num_made(self, chances: Sequence[float], most: int) -> int:
+        before, reached = 1.0, 1.0
+        for made, chance in enumerate(chances[:most]):
+            # The next one goes on as likely as the last did.
+            if made and reached * reached < self.least * before:
+                return made
+            before, reached = reached, chance
+        return min(most, len(chances))
+
+
+class StepWorth:
+    """What sending the drafts of a step is worth as they are made, beside the time that it takes.
+
+    Attributes:
+        best: The length that exceeds its price by most, of those so far.
+    """
+
+    def __init__(self, costs: StepCosts):
+        self.best = 0
+        self._prices = costs.prices
+        self._best_value = -self._prices[0]
+        self._length, self._expected, self._last = 0, 0.0, 0.0
+
+    def add(self, reaching: float) -> None:
+        """Take the next draft of all sequences: the sum of their chances of survival."""
+        self._length, self._last = self._length + 1, reaching
+        self._expected += reaching
+        if self._length < len(self._prices):
+            value = self._expected - self._prices[self._length]
+            if value > self._best_value:
+                self.best, self._best_value = self._length, value
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether more drafts could still be worth it; later ones survive no better than the last."""
+        expected, last = self._expected, self._last
+        for price in self._prices[self._length + 1 :]:
+            expected += last
+            if expected - price > self._best_value:
+                return True
+        return False
 
 
 @dataclass
@@ -72,10 +108,9 @@ class DraftSchedule:
     """What is agreed between who times steps and who drafts, for one engine.
 
     Attributes:
-        row_tiles: Numbers of rows that steps are made for: more rows up to the next cost a drafter little.
-        compares_caps: Find out how far to draft; else as far as the rows of the tile go.
-        is_always_told: Chances are known of all drafts, also of those that are sent as they are.
-        wants_chances: Somebody wants to know them of the step at hand.
+        row_tiles: Numbers of rows that steps are made for: drafting up to the next costs little more.
+        stops_early: A draft that is not made saves its time.
+        wants_chances: Somebody learns from the chances of the step at hand.
         costs: Of the step at hand; None where drafts are sent as they are.
         survival: Per sequence drafted for in the last step, chances of its drafts as far as known.
         cut: Per sequence drafted for in the last step, the chances of its drafts that were made and not sent,
@@ -84,8 +119,7 @@ class DraftSchedule:
     """
 
     row_tiles: Sequence[int] = ROW_TILES
-    compares_caps: bool = True
-    is_always_told: bool = False
+    stops_early: bool = False
     wants_chances: bool = False
     costs: StepCosts | None = None
     survival: list[list[float]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.kv_cache import KVCache
 from lean_laguna.spec.confidence import Calibration
-from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
+from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts, StepWorth
 from lean_laguna.spec.markov_rows import Float32Array, MarkovRows
 from lean_laguna.spec.noise import NoiseCache
 from lean_laguna.spec.proposer import DFlashProposer, DraftRequest, TargetEnds
@@ -95,6 +95,7 @@ class DSparkProposer(DFlashProposer):
         heads = _Heads(self.drafter, self._rows, hidden, logits, wants_guesses=wants_chances)
         tokens: list[list[int]] = [[] for _ in drafted]
         survival: list[list[float]] = [[] for _ in drafted]
+        worth = None if costs is None else StepWorth(costs)
         for k in range(max(length for _, length in drafted)):
             going_on = [i for i, (_, length) in enumerate(drafted) if length > k]
             requests = [drafted[i][0].request for i in going_on]
@@ -109,14 +110,17 @@ class DSparkProposer(DFlashProposer):
                 tokens[i].append(token)
             if not wants_chances:
                 continue
-            guesses = heads.guesses(at, before)
+            guesses, reaching = heads.guesses(at, before), 0.0
             for i, request, guess in zip(going_on, requests, guesses, strict=True):
                 temperatures, biases = self._greedy if request.params.temperature == 0 else self._sampled
                 reached = survival[i][-1] if k else 1.0
                 guess = guess / temperatures[k] + biases[k]
                 survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess)))
-            if costs is not None and not costs.may_pay(survival, k + 1):
-                break
+                reaching += survival[i][-1]
+            if worth is not None:
+                worth.add(reaching)
+                if not worth.may_grow:
+                    break
         return tokens, survival
 
 

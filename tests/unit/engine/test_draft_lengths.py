@@ -18,7 +18,7 @@ class Controller:
         self.asked.append((batch, context_len))
         return 6
 
-    def hears(self, num_draft_tokens, batch, context_len):
+    def hears(self, num_draft_tokens, batch, context_len, *, is_idle):
         return True
 
     def observe(self, num_draft_tokens, batch, context_len, **measured):

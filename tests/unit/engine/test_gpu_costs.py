@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.engine import gpu_costs
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_state import Block
+from lean_laguna.spec.draft_schedule import StepCosts
 
 
 def test_prices_are_the_table_and_what_steps_took_longer():
@@ -33,14 +34,22 @@ def test_without_a_table_every_step_costs_the_same():
 
 
 def test_prices_are_sent_when_they_change():
-    programs = SimpleNamespace(device=torch.device("cpu"), prices=torch.zeros(2, 17))
+    programs = SimpleNamespace(
+        device=torch.device("cpu"), prices=torch.zeros(2, 17), least=torch.full((1,), 9.0)
+    )
     prices = Prices(programs, RowCosts((8, 16)))
-    prices.set(2.0)
+    prices.set(StepCosts([], 2.0, least=0.25))
     assert torch.equal(programs.prices, torch.full((2, 17), 2.0))
-    prices.set(2.01)
+    assert programs.least == 0.25
+    prices.set(StepCosts([], 2.01, least=0.251))
     assert programs.prices[0, 0] == 2.0
+    assert programs.least == 0.25
+    prices.set(StepCosts([], 2.01, least=0.3))
+    assert programs.prices[0, 0] == torch.tensor(2.01)
+    assert programs.least == torch.tensor(0.3)
     prices.set(None)
     assert not programs.prices.any()
+    assert not programs.least
 
 
 class Programs:

@@ -296,3 +296,17 @@ def test_a_profile_of_a_longer_drafter_is_cut_to_this_one():
 def test_a_profile_of_another_kind_is_refused(profile, says):
     with pytest.raises(ConfigError, match=says):
         DraftLengthController(7, profile=profile)
+
+
+def test_an_idle_host_learns_from_each_step_and_time_is_counted_once():
+    controller, heard = DraftLengthController(7), 0
+    for i in range(600):
+        length = controller.choose(1, 100)
+        is_heard = controller.hears(length, 1, 100, is_idle=i % 2 == 0)
+        if is_heard:
+            times = {"draft_s": 1e-4, "verify_s": 2e-4}
+            controller.observe(length, 1, 100, accepted=[(length, length)], is_heard=True, **times)
+        heard += is_heard and i >= 400
+    assert 100 <= heard < 120
+    (cell,) = controller._cells.values()
+    assert cell.trials._num_steps == cell.num_steps - cell.num_unheard

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from lean_laguna.spec.draft_schedule import StepCosts
+from lean_laguna.spec.draft_schedule import StepCosts, StepWorth
 
 
 def best_by_brute_force(costs, survival):
@@ -35,10 +35,22 @@ def test_the_best_length_is_that_of_a_search(seed):
 @pytest.mark.parametrize("seed", range(50))
 def test_stopping_early_never_loses_the_best_length(seed):
     costs, survival = random_case(seed)
-    best = costs.best_length(survival)
+    best, worth = costs.best_length(survival), StepWorth(costs)
     for length in range(1, max(map(len, survival))):
-        if not costs.may_pay([chances[:length] for chances in survival], length):
+        worth.add(sum(chances[length - 1] for chances in survival if len(chances) >= length))
+        if not worth.may_grow:
             assert best <= length
+            assert worth.best == best
+
+
+def test_drafts_end_where_the_next_would_go_on_too_rarely():
+    costs = StepCosts([1.0] * 8, 1.0, least=0.1)
+    chances = [0.8, 0.6, 0.2, 0.1]
+    assert costs.num_made([chances], 7) == 3, "0.2 * 0.2 / 0.6 is less than 0.1, 0.6 * 0.6 / 0.8 is not"
+    assert costs.num_made([chances, [0.9] * 6], 5) == 5
+    assert costs.num_made([[0.01, 0.01]], 7) == 1
+    assert costs.num_made([[]], 7) == costs.num_made([], 7) == 0
+    assert StepCosts([1.0] * 8, 1.0).num_made([chances], 7) == 4
 
 
 def test_verification_that_costs_the_same_at_any_length_verifies_all():

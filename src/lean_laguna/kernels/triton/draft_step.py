@@ -19,7 +19,7 @@ from lean_laguna.kernels.triton.norm import embed, rms_norm
 from lean_laguna.kernels.triton.projection import project
 from lean_laguna.kernels.triton.step import HeadRunner, Inputs, LayerRunner, Scratch, run_layer
 from lean_laguna.kernels.triton.tiles import Tiles
-from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
+from lean_laguna.kernels.triton.walk import Chances, Walk, finish_walk, start_walk, walk_on
 from lean_laguna.kernels.triton.weights import DrafterWeights
 
 
@@ -39,6 +39,7 @@ class DraftStep:
         token_map: [V] int what to add to a reduced vocabulary's ids, or None.
         logits: [MAX_ROWS, V] float32, written by ``propose`` unless it walks, or None.
         walk: Of a DSpark drafter, or None.
+        chances: Of its drafts, or None where it says none.
         filters: What a walk's drafts are filtered by, or None.
         launch: Columns, early launch, programs.
         tiles: By kernel class.
@@ -57,6 +58,7 @@ class DraftStep:
     token_map: Tensor | None = None
     logits: Tensor | None = None
     walk: Walk | None = None
+    chances: Chances | None = None
     filters: Filters | None = None
     launch: Launch = field(default_factory=Launch)
     tiles: Tiles = field(default_factory=Tiles)
@@ -152,7 +154,7 @@ class DraftStep:
         assert spark is not None
         assert walk is not None
         hidden, rows = self.scratch.normed, inputs.rows
-        start_walk(walk)
+        start_walk(spark, walk, rows, launch, hidden=hidden, chances=self.chances)
         logits, tile = walk.logits, self.tiles.head
         write_logits(hidden, self.head, logits, rows.num_rows, tile, launch, given=self._given())
         for step in range(1, min(spark.max_drafts, launch.cols - 1) + 1):
@@ -165,6 +167,7 @@ class DraftStep:
                 inputs.temperatures,
                 rows,
                 launch,
+                chances=self.chances,
                 token_map=self.token_map,
                 keeps_logits=self.filters is not None,
             )
@@ -182,7 +185,7 @@ class DraftStep:
                     words=walk.words,
                     is_shifted=spark.is_shifted,
                 )
-        finish_walk(spark, walk, hidden, inputs.input_ids, rows, launch, token_map=self.token_map)
+        finish_walk(walk, inputs.input_ids, rows, launch, token_map=self.token_map)
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM, synthetic_set
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.primitives import wait_for_inputs
 from lean_laguna.kernels.triton.rows import Rows
-from lean_laguna.kernels.triton.weights import SparkWeights
+from lean_laguna.kernels.triton.walk import Chances
 
 
 @triton.jit
 def _schedule_kernel(
-    guesses_ptr,
-    scales_ptr,
-    offsets_ptr,
+    given_ptr,
+    reached_ptr,
     prices_ptr,
-    chances_ptr,
     cut_ptr,
-    thresholds_ptr,
-    request_seeds_ptr,
     input_ids_ptr,
     row_seeds_ptr,
     row_temperatures_ptr,
@@ -43,9 +38,6 @@ def _schedule_kernel(
     num_requests_ptr,
     TILE: tl.constexpr,
     LAST: tl.constexpr,
-    RATES: tl.constexpr,
-    NUM_SETS: tl.constexpr,
-    STREAM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL, False)
@@ -55,30 +47,12 @@ def _schedule_kernel(
     request = tl.load(row_request_ptr + i)
     start = tl.load(row_start_ptr + request)
     index = i - start
-    is_draft = live & (index > 0)
+    is_draft = live & (index > 0) & (tl.load(given_ptr + i) >= 0.0)  # and was made
     token, position = tl.load(input_ids_ptr + i), tl.load(positions_ptr + i)
     seed, temperature = tl.load(row_seeds_ptr + i), tl.load(row_temperatures_ptr + i)
     # Rows of one request up to each row: [row, row before].
     up_to = (request[:, None] == request[None, :]) & (i[None, :] <= i[:, None]) & is_draft[None, :]
-    if NUM_SETS > 0:
-        zero = tl.zeros((TILE,), tl.int32)
-        anchor = position - index
-        key = tl.load(request_seeds_ptr + request)
-        _, word, _, _ = tl.philox(key, anchor, zero, zero + STREAM, zero)
-        at = synthetic_set(word, NUM_SETS) * RATES + index - 1
-        reached = tl.load(thresholds_ptr + at, mask=is_draft, other=0).to(tl.float32) * 2.3283064365386963e-10
-        before = tl.load(thresholds_ptr + at - 1, mask=is_draft & (index > 1), other=1 << 32)
-        before = before.to(tl.float32) * 2.3283064365386963e-10
-        chance = tl.where(before > 0.0, reached / tl.where(before > 0.0, before, 1.0), 0.0)
-    else:
-        at = (temperature > 0.0).to(tl.int32) * RATES + index - 1
-        guess = tl.load(guesses_ptr + i, mask=is_draft, other=0.0)
-        guess = guess * tl.load(scales_ptr + at, mask=is_draft, other=1.0)
-        guess += tl.load(offsets_ptr + at, mask=is_draft, other=0.0)
-        chance = 1.0 / (1.0 + tl.exp(-guess))
-        log_chance = tl.where(is_draft, tl.log(tl.maximum(chance, 1e-30)), 0.0)
-        reached = tl.exp(tl.sum(tl.where(up_to, log_chance[None, :], 0.0), 1))
-    tl.store(chances_ptr + i, tl.where(is_draft, chance, 0.0))
+    reached = tl.load(reached_ptr + i, mask=is_draft, other=0.0)
     # Rounding must not let a draft pass the one before it.
     survival = tl.min(tl.where(up_to, reached[None, :], 2.0), 1)
     ahead = (survival[None, :] > survival[:, None]) | (
@@ -94,7 +68,7 @@ def _schedule_kernel(
     value = tl.where(can_send, value, float("-inf"))
     num_sent = tl.min(tl.where(value == tl.max(value, 0), i, TILE), 0)
     num_sent = tl.where(tl.load(prices_ptr + LAST) > 0.0, num_sent, num_drafts)
-    keep = live & ((index == 0) | (rank < num_sent))
+    keep = (live & (index == 0)) | (is_draft & (rank < num_sent))
     to = tl.sum((keep[None, :] & (i[None, :] < i[:, None])).to(tl.int32), 1)
     num_kept = tl.sum(keep.to(tl.int32), 0)
     # By request: kept rows, and those before them.
@@ -117,48 +91,34 @@ def _schedule_kernel(
 
 
 def schedule(
-    guesses: Tensor,
-    weights: SparkWeights,
+    chances: Chances,
     prices: Tensor,
-    chances: Tensor,
     cut: Tensor,
     input_ids: Tensor,
     row_seeds: Tensor,
     row_temperatures: Tensor,
     rows: Rows,
     launch: Launch,
-    *,
-    thresholds: Tensor | None = None,
-    request_seeds: Tensor | None = None,
 ) -> None:
     """Keep the drafts that are worth verifying, and lay their rows out.
 
     Args:
-        guesses: [MAX_ROWS] float32 confidence logit of each row's draft.
-        weights: With the calibration.
+        chances: Of each row's draft.
         prices: [MAX_ROWS + 1] float32 tokens that the time of a step with so many rows is worth; zeros keep
-            all drafts.
-        chances: [MAX_ROWS] float32, written: of each row as it was laid out, the chance that its draft is
-            accepted if those before it are.
-        cut: [MAX_ROWS] int32 drafts ever cut of each request; added to.
+            all drafts that were made.
+        cut: [MAX_ROWS] int32 rows ever cut of each request; added to.
         input_ids: [MAX_ROWS] int32 anchors and drafts; moved.
         row_seeds: [MAX_ROWS] int64; moved.
         row_temperatures: [MAX_ROWS] float32; moved.
         rows: Where the rows stand; replaced.
         launch: What the launches of a step share.
-        thresholds: [n, MAX_ROWS] int64 of synthetic acceptance, or None: then chances are its rates.
-        request_seeds: [MAX_ROWS] int64, with ``thresholds``.
     """
     tile = launch.tile_rows
     _schedule_kernel[(1,)](
-        guesses,
-        weights.scales,
-        weights.offsets,
+        chances.given,
+        chances.reached,
         prices,
-        chances,
         cut,
-        cut if thresholds is None else thresholds,
-        row_seeds if request_seeds is None else request_seeds,
         input_ids,
         row_seeds,
         row_temperatures,
@@ -170,9 +130,6 @@ def schedule(
         rows.num_requests,
         TILE=tile,
         LAST=len(prices) - 1,
-        RATES=(weights.scales if thresholds is None else thresholds).shape[1],
-        NUM_SETS=0 if thresholds is None else len(thresholds),
-        STREAM=SYNTHETIC_STREAM,
         PDL=launch.pdl,
         # Tables of rows by rows in registers: 32 of them a lane.
         **launch.options(max(1, tile * tile // 1024)),

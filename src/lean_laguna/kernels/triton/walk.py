@@ -4,6 +4,10 @@ One launch a draft, for all requests at once: columns are rows of the step, thos
 A row's best token so far is one 64-bit word, its score above its id, so programs need no second pass. Drafts
 are drawn as ``head`` draws: the noise of seed, position and token.
 
+With a confidence head, each launch also says how likely its draft is to be accepted, in a program of its own
+beside the others: that follows from the block and the token before. So the next launch knows whether more
+drafts of a request can pay, and does nothing where they cannot.
+
 Source: DSpark (arXiv 2607.05147), the vanilla Markov head.
 """
 
@@ -16,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM, synthetic_set
 from lean_laguna.kernels.triton.formats import format_of, operand
 from lean_laguna.kernels.triton.head import gumbel
 from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, cdiv, is_interpreting, power_of_two
@@ -34,12 +39,10 @@ class Walk:
     Attributes:
         logits: [most, V'] float32 of the block; the bias is added in place where somebody filters them.
         words: [MAX_ROWS] int64 best token of each row: score in the upper half, complement of its id below.
-        guesses: [MAX_ROWS] float32 confidence logit of each row's draft.
     """
 
     logits: Tensor
     words: Tensor
-    guesses: Tensor
 
     @classmethod
     def allocate(cls, vocab_size: int, device: torch.device | str, most_rows: int = WIDE) -> Walk:
@@ -47,8 +50,30 @@ class Walk:
         return cls(
             torch.zeros(most_rows, vocab_size, device=device),
             torch.zeros(MAX_ROWS, dtype=torch.int64, device=device),
-            torch.zeros(MAX_ROWS, device=device),
         )
+
+
+@dataclass(frozen=True)
+class Chances:
+    """How likely drafts are to be accepted, and when that is too little to draft on.
+
+    Attributes:
+        own: [MAX_ROWS] float32 the part of each row's confidence logit that the block decides.
+        reached: [MAX_ROWS] float32 chance that each row's draft and all before it are accepted.
+        given: [MAX_ROWS] float32 chance that it is if all before it are. Of one that was not made, for it
+            could not pay, the chance of the one before, negative.
+        least: [1] float32 what the chance to get to the next draft and past it must be, as far as this one
+            tells, for it to be made; at most 1, 0 for all.
+        thresholds: [n, MAX_ROWS] int64 of synthetic acceptance, or None: then chances are its rates.
+        request_seeds: [MAX_ROWS] int64, with ``thresholds``.
+    """
+
+    own: Tensor
+    reached: Tensor
+    given: Tensor
+    least: Tensor
+    thresholds: Tensor | None = None
+    request_seeds: Tensor | None = None
 
 
 @triton.jit
@@ -75,6 +100,53 @@ def token_before(ids_ptr, words_ptr, map_ptr, row, index, live, MAP: tl.constexp
     return tl.where(index == 1, anchor, draft)
 
 
+@triton.jit
+def _synthetic_chance(
+    thresholds_ptr,
+    request_seeds_ptr,
+    request,
+    anchor,
+    index,
+    live,
+    RATES: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """Return the chance of each row's draft by the rates that its block draws."""
+    zero = tl.zeros(anchor.shape, tl.int32)
+    _, word, _, _ = tl.philox(tl.load(request_seeds_ptr + request), anchor, zero, zero + STREAM, zero)
+    at = synthetic_set(word, NUM_SETS) * RATES + index - 1
+    reached = tl.load(thresholds_ptr + at, mask=live, other=0).to(tl.float32)
+    before = tl.load(thresholds_ptr + at - 1, mask=live & (index > 1), other=1 << 32).to(tl.float32)
+    return tl.where(before > 0.0, reached / tl.where(before > 0.0, before, 1.0), 0.0)
+
+
+@triton.jit
+def _start_kernel(
+    words_ptr,
+    hidden_ptr,
+    confidence_ptr,
+    confidence_bias_ptr,
+    own_ptr,
+    num_rows_ptr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CONFIDENCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    num_rows = wait_with_rows(num_rows_ptr, PDL, True)
+    tl.store(words_ptr + row, LOWEST)
+    if CONFIDENCE:
+        d = tl.arange(0, BLOCK_D)
+        mask = (d < D) & (row < num_rows) & (row >= SHIFT)
+        h = tl.load(hidden_ptr + (row - SHIFT) * D + d, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(confidence_ptr + d, mask=mask, other=0.0).to(tl.float32)
+        tl.store(own_ptr + row, tl.sum(h * weight, 0) + tl.load(confidence_bias_ptr).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["step"])
 def _walk_kernel(
     logits_ptr,
@@ -89,6 +161,15 @@ def _walk_kernel(
     row_start_ptr,
     row_request_ptr,
     num_rows_ptr,
+    own_ptr,
+    after_ptr,
+    scales_ptr,
+    offsets_ptr,
+    given_ptr,
+    reached_ptr,
+    least_ptr,
+    thresholds_ptr,
+    request_seeds_ptr,
     step,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -99,16 +180,48 @@ def _walk_kernel(
     SHIFT: tl.constexpr,
     MAP: tl.constexpr,
     STORE: tl.constexpr,
+    CONFIDENCE: tl.constexpr,
+    RATES: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    STREAM: tl.constexpr,
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) // GROUPS * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0) // GROUPS * BLOCK_N
+    n = block + tl.arange(0, BLOCK_N)
     inside = n < N
     col = tl.program_id(0) % GROUPS * COLS + tl.arange(0, COLS)
     num_rows = wait_with_rows(num_rows_ptr, PDL, True)
     index = col - tl.load(row_start_ptr + tl.load(row_request_ptr + col))
-    live = (col < num_rows) & (index == step)
-    if tl.max(live.to(tl.int32), 0) > 0:
+    is_next = (col < num_rows) & (index == step)
+    live = is_next
+    last = tl.full((COLS,), 1.0, tl.float32)
+    reached = last
+    if CONFIDENCE:
+        is_later = is_next & (index > 1)
+        last = tl.load(given_ptr + col - 1, mask=is_later, other=1.0)
+        reached = tl.load(reached_ptr + col - 1, mask=is_later, other=1.0)
+        # The next draft goes on as likely as the last did; one that was not made ends it.
+        live = is_next & (last >= 0.0) & (reached * last >= tl.load(least_ptr))
+    if CONFIDENCE & (block >= N):
+        if NUM_SETS > 0:
+            anchor, request = tl.load(positions_ptr + col) - index, tl.load(row_request_ptr + col)
+            chance = _synthetic_chance(
+                thresholds_ptr, request_seeds_ptr, request, anchor, index, live, RATES, NUM_SETS, STREAM
+            )
+        else:
+            token = token_before(ids_ptr, words_ptr, map_ptr, col, index, live, MAP)
+            guess = tl.load(own_ptr + col, mask=live, other=0.0)
+            guess += tl.load(after_ptr + token, mask=live, other=0.0)
+            temperature = tl.load(temperatures_ptr + col, mask=live, other=0.0)
+            at = (temperature > 0.0).to(tl.int32) * RATES + index - 1
+            guess = guess * tl.load(scales_ptr + at, mask=live, other=1.0)
+            guess += tl.load(offsets_ptr + at, mask=live, other=0.0)
+            chance = 1.0 / (1.0 + tl.exp(-guess))
+        chance = tl.where(live, chance, tl.abs(last))
+        tl.store(given_ptr + col, tl.where(live, chance, -tl.maximum(chance, 1e-9)), mask=is_next)
+        tl.store(reached_ptr + col, reached * chance, mask=is_next)
+    elif tl.max(live.to(tl.int32), 0) > 0:
         before = token_before(ids_ptr, words_ptr, map_ptr, col, index, live, MAP).to(tl.int64)
         acc = tl.zeros((BLOCK_N, COLS), tl.float32)
         rows = tl.minimum(n, N - 1).to(tl.int64)
@@ -142,52 +255,64 @@ def _walk_kernel(
 
 @triton.jit
 def _finish_kernel(
-    hidden_ptr,
-    before_ptr,
-    confidence_ptr,
-    confidence_bias_ptr,
-    guesses_ptr,
     words_ptr,
     ids_ptr,
     map_ptr,
     row_start_ptr,
     row_request_ptr,
     num_rows_ptr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SHIFT: tl.constexpr,
+    COLS: tl.constexpr,
+    LOWEST: tl.constexpr,
     MAP: tl.constexpr,
-    CONFIDENCE: tl.constexpr,
-    WITH_MARKOV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0) * COLS + tl.arange(0, COLS)
     num_rows = wait_with_rows(num_rows_ptr, PDL, True)
     index = row - tl.load(row_start_ptr + tl.load(row_request_ptr + row))
-    if (row < num_rows) & (index > 0):
-        token = to_token(tl.load(words_ptr + row))
-        if MAP:
-            token += tl.load(map_ptr + token).to(tl.int32)
-        tl.store(ids_ptr + row, token)
-        if CONFIDENCE:
-            d = tl.arange(0, BLOCK_D)
-            h = tl.load(hidden_ptr + (row - SHIFT) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            weight = tl.load(confidence_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-            guess = tl.sum(h * weight, 0) + tl.load(confidence_bias_ptr).to(tl.float32)
-            if WITH_MARKOV:
-                r = tl.arange(0, BLOCK_R)
-                before = token_before(ids_ptr, words_ptr, map_ptr, row, index, True, MAP).to(tl.int64)
-                e = tl.load(before_ptr + before * R + r, mask=r < R, other=0.0).to(tl.float32)
-                weight = tl.load(confidence_ptr + D + r, mask=r < R, other=0.0).to(tl.float32)
-                guess += tl.sum(e * weight, 0)
-            tl.store(guesses_ptr + row, guess)
+    word = tl.load(words_ptr + row)
+    is_made = (row < num_rows) & (index > 0) & (word > LOWEST)
+    token = to_token(word)
+    if MAP:
+        token += tl.load(map_ptr + token, mask=is_made, other=0).to(tl.int32)
+    tl.store(ids_ptr + row, token, mask=is_made)
 
 
-def start_walk(walk: Walk) -> None:
-    """Forget what an earlier walk found."""
-    walk.words.fill_(LEAST)
+def start_walk(
+    weights: SparkWeights,
+    walk: Walk,
+    rows: Rows,
+    launch: Launch,
+    *,
+    hidden: Tensor | None = None,
+    chances: Chances | None = None,
+) -> None:
+    """Forget what an earlier walk found, and note what the block alone says of its drafts' chances.
+
+    Args:
+        weights: Of the heads.
+        walk: To be walked.
+        rows: Where the rows stand.
+        launch: What the launches of a step share.
+        hidden: [MAX_ROWS, D] of the block, after the final norm; with ``chances``.
+        chances: Where the drafts' chances will go; None for a drafter that says none.
+    """
+    confidence, bias, none = weights.confidence, weights.confidence_bias, walk.words
+    D = 1 if hidden is None else hidden.shape[1]
+    _start_kernel[(launch.cols,)](
+        walk.words,
+        none if hidden is None else hidden,
+        none if confidence is None else confidence,
+        none if bias is None else bias,
+        none if chances is None else chances.own,
+        rows.num_rows,
+        D=D,
+        BLOCK_D=power_of_two(D),
+        LOWEST=LEAST,
+        SHIFT=int(weights.is_shifted),
+        CONFIDENCE=chances is not None,
+        PDL=launch.pdl,
+        **launch.options(4),
+    )
 
 
 def walk_on(
@@ -200,6 +325,7 @@ def walk_on(
     rows: Rows,
     launch: Launch,
     *,
+    chances: Chances | None = None,
     token_map: Tensor | None = None,
     keeps_logits: bool = False,
 ) -> None:
@@ -214,12 +340,17 @@ def walk_on(
         temperatures: [MAX_ROWS] float32, 0 for argmax.
         rows: Where the rows stand: a request's anchor, then its drafts.
         launch: What the launches of a step share.
+        chances: Where the drafts' chances go, and when to stop; None for a drafter that says none.
         token_map: [V'] what to add to a reduced vocabulary's id to get the target's, or None.
         keeps_logits: Leave the logits with the bias added.
     """
     N, R = weights.bias.shape
     block_n = 512 if is_interpreting() else 64
-    _walk_kernel[(cdiv(N, block_n) * launch.num_groups,)](
+    after, thresholds, none = weights.after, None, walk.words
+    if chances is not None:
+        assert after is not None
+        thresholds = chances.thresholds
+    _walk_kernel[((cdiv(N, block_n) + (chances is not None)) * launch.num_groups,)](
         walk.logits,
         weights.before,
         operand(weights.bias),
@@ -232,6 +363,15 @@ def walk_on(
         rows.row_start,
         rows.row_request,
         rows.num_rows,
+        none if chances is None else chances.own,
+        none if after is None else after,
+        weights.scales,
+        weights.offsets,
+        none if chances is None else chances.given,
+        none if chances is None else chances.reached,
+        none if chances is None else chances.least,
+        none if thresholds is None else thresholds,
+        none if chances is None or chances.request_seeds is None else chances.request_seeds,
         step,
         N=N,
         R=R,
@@ -242,6 +382,10 @@ def walk_on(
         SHIFT=int(weights.is_shifted),
         MAP=token_map is not None,
         STORE=keeps_logits,
+        CONFIDENCE=chances is not None,
+        RATES=(weights.scales if thresholds is None else thresholds).shape[1],
+        NUM_SETS=0 if thresholds is None else len(thresholds),
+        STREAM=SYNTHETIC_STREAM,
         FORMAT=format_of(weights.bias),
         PDL=launch.pdl,
         **launch.options(4),
@@ -249,48 +393,27 @@ def walk_on(
 
 
 def finish_walk(
-    weights: SparkWeights,
-    walk: Walk,
-    hidden: Tensor,
-    input_ids: Tensor,
-    rows: Rows,
-    launch: Launch,
-    *,
-    token_map: Tensor | None = None,
+    walk: Walk, input_ids: Tensor, rows: Rows, launch: Launch, *, token_map: Tensor | None = None
 ) -> None:
-    """Write the drafts into ``input_ids``, and how sure the drafter is of each into ``walk.guesses``.
+    """Write the drafts that were made into ``input_ids``.
 
     Args:
-        weights: Of the heads.
         walk: What was found.
-        hidden: [MAX_ROWS, D] of the block, after the final norm.
-        input_ids: [MAX_ROWS] int32; all but each request's anchor are written.
+        input_ids: [MAX_ROWS] int32; each request's anchor stays.
         rows: Where the rows stand.
         launch: What the launches of a step share.
         token_map: As for ``walk_on``.
     """
-    D, R = hidden.shape[1], weights.bias.shape[1]
-    confidence = weights.confidence
-    _finish_kernel[(launch.cols,)](
-        hidden,
-        weights.before,
-        hidden if confidence is None else confidence,
-        hidden if weights.confidence_bias is None else weights.confidence_bias,
-        walk.guesses,
+    _finish_kernel[(launch.num_groups,)](
         walk.words,
         input_ids,
         input_ids if token_map is None else token_map,
         rows.row_start,
         rows.row_request,
         rows.num_rows,
-        D=D,
-        R=R,
-        BLOCK_D=power_of_two(D),
-        BLOCK_R=power_of_two(R),
-        SHIFT=int(weights.is_shifted),
+        COLS=launch.group_cols,
+        LOWEST=LEAST,
         MAP=token_map is not None,
-        CONFIDENCE=confidence is not None,
-        WITH_MARKOV=confidence is not None and len(confidence) > D,
         PDL=launch.pdl,
-        **launch.options(4),
+        **launch.options(1),
     )

@@ -105,8 +105,9 @@ class SparkWeights:
     Attributes:
         before: [V, r], a row for each previous token.
         bias: [V', r], from such a row to a bias on the drafter's words.
-        confidence: [D] or [D + r] weights of the confidence head, or None.
+        confidence: [D] weights of the confidence head for the block's states, or None.
         confidence_bias: [1], or None.
+        after: [V] float32 the part of a confidence logit that the token before decides, or None.
         scales: [2, MAX_ROWS] float32 what each draft's confidence logit is multiplied by; greedy, sampled.
         offsets: [2, MAX_ROWS] float32 what is added then.
         is_shifted: A row is for the token after it, so an anchor's row has a draft and the last row none.
@@ -117,6 +118,7 @@ class SparkWeights:
     bias: Weight
     confidence: Tensor | None
     confidence_bias: Tensor | None
+    after: Tensor | None
     scales: Tensor
     offsets: Tensor
     is_shifted: bool

@@ -12,14 +12,13 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.schedule import schedule
-from lean_laguna.kernels.triton.weights import SparkWeights
-from lean_laguna.spec.synthetic import SyntheticAcceptance, draw_words
+from lean_laguna.kernels.triton.walk import Chances
 
 
 class Step:
-    """Requests with so many drafts each (None: it has ended), and a guess at each draft."""
+    """Requests with so many drafts each (None: it has ended), some not made, and a chance of each draft."""
 
-    def __init__(self, device, drafts, draw):
+    def __init__(self, device, drafts, draw, unmade=None):
         self.counts = [0 if n is None else 1 + n for n in drafts]
         self.device, self.starts = device, [sum(self.counts[:r]) for r in range(len(drafts))]
         owner = [r for r, n in enumerate(self.counts) for _ in range(n)]
@@ -36,36 +35,35 @@ class Step:
             self.ints(owner),
             self.ints([100 * r + i for r, n in enumerate(self.counts) for i in range(n)]),
         )
-        self.guesses = torch.tensor([draw.gauss(0.5, 2) for _ in range(16)], device=device)
-        self.scales = torch.tensor([[draw.uniform(0.5, 2) for _ in range(16)] for _ in "gs"], device=device)
-        self.offsets = torch.tensor([[draw.gauss(0, 1) for _ in range(16)] for _ in "gs"], device=device)
-        self.chances, self.cut = torch.full((16,), -1.0, device=device), self.ints([7] * 16)
+        chances = [draw.random() for _ in range(16)]
+        self.given, self.cut = torch.tensor(chances, device=device), self.ints([7] * 16)
+        for r, start in enumerate(self.starts):
+            if unmade is not None and self.counts[r]:
+                self.given[start + 1 + unmade[r] : start + self.counts[r]] *= -1
 
     def ints(self, values):
         values = list(values)
         return torch.tensor(values + [0] * (16 - len(values)), dtype=torch.int32, device=self.device)
 
-    def run(self, prices, **options):
-        empty = torch.zeros(1, device=self.device)
+    def run(self, prices):
+        reached = torch.zeros(16, device=self.device)
+        for r, start in enumerate(self.starts):
+            for k in range(1, self.counts[r]):
+                reached[start + k] = math.prod(self.chance(r, j) for j in range(1, k + 1))
         schedule(
-            self.guesses,
-            SparkWeights(empty, empty, None, None, self.scales, self.offsets, False, 15),
+            Chances(reached, reached, self.given, torch.zeros(1, device=self.device)),
             torch.tensor(prices, device=self.device),
-            self.chances,
             self.cut,
             self.ids,
             self.seeds,
             self.temperatures,
             self.rows,
             Launch(),
-            **options,
         )
         return self.rows.row_count[: len(self.counts)].tolist()
 
     def chance(self, request, k):
-        row = self.starts[request] + k
-        guess = self.guesses[row] * self.scales[request % 2, k - 1] + self.offsets[request % 2, k - 1]
-        return 1 / (1 + math.exp(-guess))
+        return abs(self.given[self.starts[request] + k].item())
 
 
 def best_counts(survival, counts, prices):
@@ -108,8 +106,6 @@ def test_the_rows_kept_bring_most_over_what_their_time_is_worth(device, drafts):
             assert step.cut[r] == 7 + step.counts[r] - n
             if n:
                 assert step.rows.row_start[r] == sum(found[:r])
-            for k in range(1, step.counts[r]):
-                assert step.chances[step.starts[r] + k].item() == pytest.approx(step.chance(r, k), rel=1e-4)
 
 
 def test_without_prices_everything_is_kept(device):
@@ -119,16 +115,11 @@ def test_without_prices_everything_is_kept(device):
     assert step.cut[:3].tolist() == [7] * 3
 
 
-def test_chances_of_synthetic_acceptance_are_the_rates_of_the_set_that_a_block_draws(device):
-    sets = ((0.9, 0.45, 0.0), (0.5, 0.5, 0.1))
-    drawn = set()
-    thresholds = torch.tensor(SyntheticAcceptance(sets).thresholds(16), device=device)
-    for seed in range(4):
-        step = Step(device, [5], random.Random(2))
-        seeds = torch.full((16,), seed, device=device)
-        kept = step.run([1.0] * 17, thresholds=thresholds, request_seeds=seeds)
-        which = draw_words(seed, 0)[1] >> 31
-        drawn.add(which)
-        assert step.chances[1:6].tolist() == pytest.approx([[0.9, 0.5, 0, 0, 0], [0.5, 1, 0.2, 0, 0]][which])
-        assert kept == [3 + which]
-    assert drawn == {0, 1}
+def test_what_was_not_made_is_not_sent(device):
+    unmade = [2, 0, 5]
+    step = Step(device, [4, 3, 5], random.Random(3), unmade)
+    free = [1.0] * 17  # more rows cost nothing
+    assert step.run(free) == [3, 1, 6]
+    assert step.ids[:10].tolist() == [500, 501, 502, 505, 509, 510, 511, 512, 513, 514]
+    assert step.cut[:3].tolist() == [7 + 2, 7 + 3, 7]
+    assert Step(device, [4, 3, 5], random.Random(3), unmade).run([0.0] * 17) == [3, 1, 6]

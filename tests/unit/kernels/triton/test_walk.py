@@ -1,4 +1,7 @@
-"""A walk's drafts are the argmax, draft by draft, of logits, the bias by the token before, and noise."""
+"""A walk's drafts are the argmax, draft by draft, of logits, the bias by the token before, and noise.
+
+It stops where what the drafts so far say of the next one is too little.
+"""
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 
 from lean_laguna.kernels.triton.launch import Launch
 from lean_laguna.kernels.triton.rows import Rows
-from lean_laguna.kernels.triton.walk import Walk, finish_walk, start_walk, walk_on
+from lean_laguna.kernels.triton.walk import Chances, Walk, finish_walk, start_walk, walk_on
 from lean_laguna.kernels.triton.weights import SparkWeights
 from lean_laguna.spec.noise import gumbel_noise
+from lean_laguna.spec.synthetic import SyntheticAcceptance, draw_words
 
 V, R, D = 83, 24, 20
 
@@ -32,15 +36,16 @@ def make_rows(device, counts):
 
 @pytest.fixture
 def spark(draw, device):
-    def make(words=V, *, is_shifted=False, with_markov=True):
-        calibration = torch.ones(2, 16, device=device)
+    def make(words=V, *, is_shifted=False):
+        scales = 0.5 + torch.arange(32, device=device).view(2, 16) / 32
         return SparkWeights(
             draw(V, R),
             draw(words, R),
-            draw(D + R if with_markov else D),
+            draw(D),
             draw(1),
-            calibration,
-            calibration - 1,
+            draw(V, of=torch.float32),
+            scales,
+            0.7 - scales,
             is_shifted,
             7,
         )
@@ -48,14 +53,16 @@ def spark(draw, device):
     return make
 
 
-def walked(weights, logits, hidden, ids, temperatures, rows, token_map=None, launch=None):
+def walked(weights, logits, hidden, ids, temperatures, rows, token_map=None, launch=None, least=0.0, **rates):
+    """Walk seven drafts; returns the walk and its chances."""
     launch = launch or Launch()
     walk = Walk.allocate(logits.shape[1], logits.device, len(logits))
     walk.logits[:] = logits
     seeds = torch.arange(len(logits), device=logits.device) + 2**40
+    own, reached, given = (torch.full((64,), float("nan"), device=logits.device) for _ in range(3))
+    chances = Chances(own, reached, given, torch.tensor([least], device=logits.device), **rates)
+    start_walk(weights, walk, rows, launch, hidden=hidden, chances=chances)
     for step in range(1, 8):
-        if step == 1:
-            start_walk(walk)
         walk_on(
             step,
             weights,
@@ -65,11 +72,18 @@ def walked(weights, logits, hidden, ids, temperatures, rows, token_map=None, lau
             temperatures,
             rows,
             launch,
+            chances=chances,
             token_map=token_map,
             keeps_logits=True,
         )
-    finish_walk(weights, walk, hidden, ids, rows, launch, token_map=token_map)
-    return walk
+    finish_walk(walk, ids, rows, launch, token_map=token_map)
+    return walk, chances
+
+
+def chance(guess, row, index, temperatures, weights):
+    """Return what a confidence logit means after calibration."""
+    kind = int(temperatures[row] > 0)
+    return torch.sigmoid(guess * weights.scales[kind, index - 1] + weights.offsets[kind, index - 1])
 
 
 @pytest.mark.parametrize("is_shifted", [False, True])
@@ -84,9 +98,9 @@ def test_each_draft_follows_from_the_one_before(spark, draw, device, tolerance, 
     ids = torch.randint(V, (16,), dtype=torch.int32, device=device)
     anchors = ids.clone()
     temperatures = torch.tensor([0.8] * 4 + [0.0] * 4 + [1.2] * 8, device=device)
-    walk = walked(weights, logits, hidden, ids, temperatures, rows, token_map)
+    walk, chances = walked(weights, logits, hidden, ids, temperatures, rows, token_map)
     for start, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
-        before = anchors[start].item()
+        before, reached = anchors[start].item(), 1.0
         for row in range(start, start + count):
             if row == start:
                 assert ids[row] == anchors[row]
@@ -102,9 +116,12 @@ def test_each_draft_follows_from_the_one_before(spark, draw, device, tolerance, 
             found = int(scores.argmax())
             before_row, before = before, found + (0 if token_map is None else token_map[found].item())
             assert ids[row] == before
-            features = torch.cat([hidden[slot], weights.before[before_row]]).float()
-            guess = features @ weights.confidence.float() + weights.confidence_bias.float()
-            torch.testing.assert_close(walk.guesses[row], guess[0], atol=20 * tolerance, rtol=tolerance)
+            guess = hidden[slot].float() @ weights.confidence.float() + weights.confidence_bias.float()
+            guess += weights.after[before_row]
+            expected = chance(guess[0], row, row - int(start), temperatures, weights)
+            reached = reached * expected
+            torch.testing.assert_close(chances.given[row], expected, atol=20 * tolerance, rtol=tolerance)
+            torch.testing.assert_close(chances.reached[row], reached, atol=20 * tolerance, rtol=tolerance)
     assert torch.equal(ids[13:], anchors[13:])
 
 
@@ -113,24 +130,80 @@ def test_columns_in_groups_are_walked_like_those_in_one(spark, draw, device, tol
     weights, logits, hidden = spark(), draw(64, V, of=torch.float32), draw(64, D)
     ids = torch.randint(V, (64,), dtype=torch.int32, device=device)
     anchors, cold = ids.clone(), torch.zeros(64, device=device)
-    walk = walked(weights, logits, hidden, ids, cold, make_rows(device, counts * 4), launch=Launch(64))
+    _, whole = walked(weights, logits, hidden, ids, cold, make_rows(device, counts * 4), launch=Launch(64))
     for start in (0, 48):
         rows = slice(start, start + 16)
         own = anchors[rows].clone()
-        alone = walked(weights, logits[rows], hidden[rows], own, cold[:16], make_rows(device, counts))
+        _, alone = walked(weights, logits[rows], hidden[rows], own, cold[:16], make_rows(device, counts))
         assert torch.equal(ids[rows], own)
         torch.testing.assert_close(
-            walk.guesses[rows], alone.guesses[:16], atol=20 * tolerance, rtol=tolerance
+            whole.given[rows], alone.given[:16], atol=20 * tolerance, rtol=tolerance, equal_nan=True
         )
 
 
-def test_a_confidence_head_may_do_without_the_token_before(spark, draw, device, tolerance):
-    weights, rows = spark(with_markov=False), make_rows(device, [3])
-    hidden = draw(16, D)
-    ids = torch.zeros(16, dtype=torch.int32, device=device)
-    walk = walked(weights, draw(16, V, of=torch.float32), hidden, ids, torch.zeros(16, device=device), rows)
-    expected = hidden[1:3].float() @ weights.confidence.float() + weights.confidence_bias.float()
-    torch.testing.assert_close(walk.guesses[1:3], expected, atol=20 * tolerance, rtol=tolerance)
+def test_a_drafter_may_say_no_chances(spark, draw, device):
+    weights, rows = spark(), make_rows(device, [4])
+    ids = torch.randint(V, (16,), dtype=torch.int32, device=device)
+    logits, cold, expected = draw(16, V, of=torch.float32), torch.zeros(16, device=device), ids.clone()
+    walked(weights, logits, draw(16, D), expected, cold, rows)
+    walk = Walk.allocate(V, device)
+    walk.logits[:] = logits
+    start_walk(weights, walk, rows, Launch())
+    for step in range(1, 4):
+        walk_on(step, weights, walk, ids, cold.long(), cold, rows, Launch())
+    finish_walk(walk, ids, rows, Launch())
+    assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("least", [0.15, 0.3, 1.0])
+def test_no_draft_is_made_that_goes_on_too_rarely(spark, draw, device, least):
+    """The drafts before are as without a limit; what is not made leaves its id and says what was likely."""
+    counts, weights = [8, 1, 4, 0, 3], spark()
+    weights.confidence.mul_(0.2)
+    logits, hidden = draw(16, V, of=torch.float32), draw(16, D)
+    before = torch.randint(V, (16,), dtype=torch.int32, device=device)
+    temperatures = torch.tensor([0.8] * 9 + [0.0] * 7, device=device)
+    ids, stopped, rows = before.clone(), before.clone(), make_rows(device, counts)
+    _, every = walked(weights, logits, hidden, ids, temperatures, rows)
+    _, chances = walked(weights, logits, hidden, stopped, temperatures, rows, least=least)
+    num_made = []
+    for start, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
+        is_on, reached, last = True, 1.0, 1.0
+        for row in range(start + 1, start + count):
+            is_on = is_on and reached * last >= least
+            if is_on:
+                last = every.given[row].item()
+                assert stopped[row] == ids[row]
+                assert chances.given[row] == every.given[row]
+            else:
+                assert stopped[row] == before[row]
+                assert chances.given[row].item() == pytest.approx(-last)
+            reached *= last
+            assert chances.reached[row].item() == pytest.approx(reached, rel=1e-5)
+            num_made.append(is_on)
+    assert 3 <= sum(num_made) < len(num_made), "the first of each is always made"
+
+
+def test_chances_of_synthetic_acceptance_are_the_rates_of_the_set_that_a_block_draws(spark, draw, device):
+    sets, drawn = ((0.9, 0.45, 0.0), (0.5, 0.5, 0.1)), set()
+    rates = torch.tensor(SyntheticAcceptance(sets).thresholds(16), device=device)
+    for seed in range(4):
+        seeds = torch.full((16,), seed, device=device)
+        _, chances = walked(
+            spark(),
+            draw(16, V, of=torch.float32),
+            draw(16, D),
+            torch.zeros(16, dtype=torch.int32, device=device),
+            torch.zeros(16, device=device),
+            make_rows(device, [6]),
+            thresholds=rates,
+            request_seeds=seeds,
+        )
+        which = draw_words(seed, 50)[1] >> 31
+        drawn.add(which)
+        assert chances.given[1:6].tolist() == pytest.approx([[0.9, 0.5, 0, 0, 0], [0.5, 1, 0.2, 0, 0]][which])
+        assert chances.reached[1:5].tolist() == pytest.approx([*sets[which], 0], abs=1e-6)
+    assert drawn == {0, 1}
 
 
 def test_equal_scores_go_to_the_lower_id_and_negative_ones_are_ordered(spark, device):
