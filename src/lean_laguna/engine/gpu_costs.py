@@ -21,7 +21,7 @@ _TIMED = "verify", "propose"
 _MOST_TIMED = 8  # numbers of rows of one width; the costs of those between lie between
 _WINDOW = 15  # steps of so many rows whose median says how much longer they take than at start
 _HOST_BUFFERS = 8  # more than prices can be sent within the steps under way
-_REFRESH_EVERY = 32  # steps: they may take longer than before at the same worth of time
+_REFRESH_EVERY = 256  # steps: they may take longer than before at the same worth of time
 _LEAST_CHANGE = 0.02  # of prices, below which the device keeps the old ones
 
 Table = Sequence[Sequence[float]]

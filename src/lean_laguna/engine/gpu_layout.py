@@ -99,7 +99,7 @@ def has_filters(sequences: Iterable[SequenceState]) -> bool:
 def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> list[tuple[float, ...]]:
     """Return the chances of each request's drafts as they were laid out, before any was cut.
 
-    One that was not made counts as likely as the one before it.
+    One that was not made, of chance -1, counts as likely as the one before it.
 
     Args:
         fields: ``Block.arrays`` after a step.
@@ -108,7 +108,11 @@ def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> 
     found, row = [], 0
     for entry, cut in enumerate(entry_cuts):
         rows = int(fields["row_count"][entry]) + cut
-        found.append(tuple(abs(float(chance)) for chance in fields["chances"][row + 1 : row + rows]))
+        own, last = [], 1.0
+        for chance in fields["chances"][row + 1 : row + rows].tolist():
+            last = chance if chance >= 0 else last
+            own.append(last)
+        found.append(tuple(own))
         row += rows
     return found
 

@@ -19,8 +19,11 @@ _DECAY = 0.98
 _ON_ABOVE, _OFF_BELOW = 1.0, 0.99  # gain over the best fixed length: neither way costs much
 _KNOWN_AFTER = 8  # steps seen before the gain counts
 _KEPT_OF_OLD = 0.2  # weight that what was seen keeps where something else begins
-_PLAN_LASTS = 8, 32  # steps, at first and later; working it out costs as much as some kernels
-_SETTLED_AFTER = 64  # steps whose chances were seen
+_PLAN_LASTS = (
+    8,
+    512,
+)  # choices, at first, doubled by each, and at most: working it out costs as much as kernels
+_PLAN_HOLDS = 0.1  # as far as what time is worth may be another
 _LONGEST = 3.0  # times the usual, that a draft counts for at most: a machine may stall
 _CAUTION = 0.85  # of what time is worth, by which drafts are cut: what is not sent has to be drafted again
 _SCATTER = 2.0  # variance of the tokens that come, of as many expected
@@ -35,8 +38,9 @@ class _Plan:
     costs: StepCosts
     draft_s: list[float]
     cap: int
+    lasts: int
     until: int
-    made_for: tuple[int, int]
+    made_for: tuple[int, int, float]
 
 
 class ScheduledSteps:
@@ -92,7 +96,7 @@ class ScheduledSteps:
         """
         schedule.costs = None
         self._num_chosen += 1
-        if self._plan is not None and self._plan.made_for != (batch, length):
+        if self._asked[:2] not in ((0, 0), (batch, length)):
             self.start_anew()
         self._asked = (batch, length, tokens_per_s, max_draft_tokens)
         if not self.is_on:
@@ -103,28 +107,32 @@ class ScheduledSteps:
 
     def _current_plan(self, schedule: DraftSchedule, times: StepTimes) -> _Plan:
         """Return the plan for the step last chosen for: the last one while it lasts."""
-        plan = self._plan
-        if plan is None or self._num_chosen >= plan.until:
-            batch, length, tokens_per_s, max_draft_tokens = self._asked
-            estimates = times.ascending(max_draft_tokens)
-            caps = full_lengths(schedule.row_tiles, batch, max_draft_tokens)
-            cap = next((cap for cap in caps if cap >= length), length)
-            worth = _CAUTION * tokens_per_s
-            least = 0.0
-            if schedule.stops_early and cap > 1:
-                least = worth * (sum(estimates[cap]) - sum(estimates[1])) / (cap - 1)
-            plan = self._plan = _Plan(
-                StepCosts([verify_s for _, verify_s in estimates], batch * worth, min(1.0, least)),
-                [draft_s for draft_s, _ in estimates],
-                cap,
-                self._num_chosen + _PLAN_LASTS[self._num_seen >= _SETTLED_AFTER],
-                (batch, length),
-            )
-        return plan
+        plan, (batch, length, tokens_per_s, longest) = self._plan, self._asked
+        if plan is None or plan.made_for[:2] != (batch, length):
+            lasts = _PLAN_LASTS[0]
+        elif self._num_chosen < plan.until and abs(tokens_per_s / plan.made_for[2] - 1.0) < _PLAN_HOLDS:
+            return plan
+        else:
+            lasts = min(_PLAN_LASTS[1], 2 * plan.lasts)
+        estimates = times.ascending(longest)
+        caps = full_lengths(schedule.row_tiles, batch, longest)
+        cap = next((cap for cap in caps if cap >= length), length)
+        worth = _CAUTION * tokens_per_s
+        least = 0.0
+        if schedule.stops_early and cap > 1:
+            least = worth * (sum(estimates[cap]) - sum(estimates[1])) / (cap - 1)
+        self._plan = _Plan(
+            StepCosts([verify_s for _, verify_s in estimates], batch * worth, min(1.0, least)),
+            [draft_s for draft_s, _ in estimates],
+            cap,
+            lasts,
+            self._num_chosen + lasts,
+            (batch, length, max(_LEAST_S, tokens_per_s)),
+        )
+        return self._plan
 
     def start_anew(self) -> None:
         """Keep little of what was seen: the text or the best fixed length is another."""
-        self._plan = None
         self._fade(_KEPT_OF_OLD)
 
     def observe(

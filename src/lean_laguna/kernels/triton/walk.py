@@ -24,7 +24,7 @@ from lean_laguna.kernels.triton.accept import SYNTHETIC_STREAM, synthetic_set
 from lean_laguna.kernels.triton.formats import format_of, operand
 from lean_laguna.kernels.triton.head import gumbel
 from lean_laguna.kernels.triton.launch import MAX_ROWS, WIDE, Launch, cdiv, is_interpreting, power_of_two
-from lean_laguna.kernels.triton.primitives import load_weight_tile, wait_with_rows
+from lean_laguna.kernels.triton.primitives import load_weight_tile, wait_for_inputs, wait_with_rows
 from lean_laguna.kernels.triton.rows import Rows
 from lean_laguna.kernels.triton.weights import SparkWeights
 
@@ -60,8 +60,7 @@ class Chances:
     Attributes:
         own: [MAX_ROWS] float32 the part of each row's confidence logit that the block decides.
         reached: [MAX_ROWS] float32 chance that each row's draft and all before it are accepted.
-        given: [MAX_ROWS] float32 chance that it is if all before it are. Of one that was not made, for it
-            could not pay, the chance of the one before, negative.
+        given: [MAX_ROWS] float32 chance that it is if all before it are; -1 where none was made.
         least: [1] float32 what the chance to get to the next draft and past it must be, as far as this one
             tells, for it to be made; at most 1, 0 for all.
         thresholds: [n, MAX_ROWS] int64 of synthetic acceptance, or None: then chances are its rates.
@@ -91,12 +90,12 @@ def to_token(word):
 
 
 @triton.jit
-def token_before(ids_ptr, words_ptr, map_ptr, row, index, live, MAP: tl.constexpr):
+def token_before(ids_ptr, words_ptr, map_ptr, row, index, MAP: tl.constexpr):
     """Return the token before each row's: the request's anchor, or the draft of the row before."""
-    anchor = tl.load(ids_ptr + row - 1, mask=live & (index == 1), other=0)
-    draft = to_token(tl.load(words_ptr + row - 1, mask=live & (index > 1), other=0xFFFFFFFF))
+    anchor = tl.load(ids_ptr + row - 1, mask=index == 1, other=0)
+    draft = to_token(tl.load(words_ptr + row - 1, mask=index > 1, other=0xFFFFFFFF))
     if MAP:
-        draft += tl.load(map_ptr + draft, mask=live & (index > 1), other=0).to(tl.int32)
+        draft += tl.load(map_ptr + draft, mask=index > 1, other=0).to(tl.int32)
     return tl.where(index == 1, anchor, draft)
 
 
@@ -128,6 +127,7 @@ def _start_kernel(
     confidence_ptr,
     confidence_bias_ptr,
     own_ptr,
+    given_ptr,
     num_rows_ptr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,9 +140,11 @@ def _start_kernel(
     num_rows = wait_with_rows(num_rows_ptr, PDL, True)
     tl.store(words_ptr + row, LOWEST)
     if CONFIDENCE:
+        tl.store(given_ptr + row, -1.0)
         d = tl.arange(0, BLOCK_D)
-        mask = (d < D) & (row < num_rows) & (row >= SHIFT)
-        h = tl.load(hidden_ptr + (row - SHIFT) * D + d, mask=mask, other=0.0).to(tl.float32)
+        mask = d < tl.where(row < num_rows, D, 0)
+        slot = tl.maximum(row - SHIFT, 0)  # the first row has no draft
+        h = tl.load(hidden_ptr + slot * D + d, mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(confidence_ptr + d, mask=mask, other=0.0).to(tl.float32)
         tl.store(own_ptr + row, tl.sum(h * weight, 0) + tl.load(confidence_bias_ptr).to(tl.float32))
 
@@ -191,38 +193,39 @@ def _walk_kernel(
     n = block + tl.arange(0, BLOCK_N)
     inside = n < N
     col = tl.program_id(0) % GROUPS * COLS + tl.arange(0, COLS)
-    num_rows = wait_with_rows(num_rows_ptr, PDL, True)
-    index = col - tl.load(row_start_ptr + tl.load(row_request_ptr + col))
-    is_next = (col < num_rows) & (index == step)
-    live = is_next
+    # Where rows stand is known before the kernel before this one is through; what it found is not.
+    request = tl.load(row_request_ptr + col)
+    index = col - tl.load(row_start_ptr + request)
+    index = tl.where((col < tl.load(num_rows_ptr)) & (index == step), index, 0)
+    wait_for_inputs(PDL, True)
     last = tl.full((COLS,), 1.0, tl.float32)
     reached = last
     if CONFIDENCE:
-        is_later = is_next & (index > 1)
-        last = tl.load(given_ptr + col - 1, mask=is_later, other=1.0)
-        reached = tl.load(reached_ptr + col - 1, mask=is_later, other=1.0)
-        # The next draft goes on as likely as the last did; one that was not made ends it.
-        live = is_next & (last >= 0.0) & (reached * last >= tl.load(least_ptr))
+        last = tl.load(given_ptr + col - 1, mask=index > 1, other=1.0)
+        reached = tl.load(reached_ptr + col - 1, mask=index > 1, other=1.0)
+        # The next draft goes on as likely as the last did; one that was not made, of chance -1, ends it.
+        index = tl.where((last >= 0.0) & (reached * last >= tl.load(least_ptr)), index, 0)
+    live = index > 0
     if CONFIDENCE & (block >= N):
-        if NUM_SETS > 0:
-            anchor, request = tl.load(positions_ptr + col) - index, tl.load(row_request_ptr + col)
-            chance = _synthetic_chance(
-                thresholds_ptr, request_seeds_ptr, request, anchor, index, live, RATES, NUM_SETS, STREAM
-            )
-        else:
-            token = token_before(ids_ptr, words_ptr, map_ptr, col, index, live, MAP)
-            guess = tl.load(own_ptr + col, mask=live, other=0.0)
-            guess += tl.load(after_ptr + token, mask=live, other=0.0)
-            temperature = tl.load(temperatures_ptr + col, mask=live, other=0.0)
-            at = (temperature > 0.0).to(tl.int32) * RATES + index - 1
-            guess = guess * tl.load(scales_ptr + at, mask=live, other=1.0)
-            guess += tl.load(offsets_ptr + at, mask=live, other=0.0)
-            chance = 1.0 / (1.0 + tl.exp(-guess))
-        chance = tl.where(live, chance, tl.abs(last))
-        tl.store(given_ptr + col, tl.where(live, chance, -tl.maximum(chance, 1e-9)), mask=is_next)
-        tl.store(reached_ptr + col, reached * chance, mask=is_next)
-    elif tl.max(live.to(tl.int32), 0) > 0:
-        before = token_before(ids_ptr, words_ptr, map_ptr, col, index, live, MAP).to(tl.int64)
+        if tl.max(index, 0) > 0:
+            if NUM_SETS > 0:
+                anchor = tl.load(positions_ptr + col) - index
+                chance = _synthetic_chance(
+                    thresholds_ptr, request_seeds_ptr, request, anchor, index, live, RATES, NUM_SETS, STREAM
+                )
+            else:
+                token = token_before(ids_ptr, words_ptr, map_ptr, col, index, MAP)
+                guess = tl.load(own_ptr + col, mask=live, other=0.0)
+                guess += tl.load(after_ptr + token, mask=live, other=0.0)
+                temperature = tl.load(temperatures_ptr + col, mask=live, other=0.0)
+                at = (temperature > 0.0).to(tl.int32) * RATES + index - 1
+                guess = guess * tl.load(scales_ptr + at, mask=live, other=1.0)
+                guess += tl.load(offsets_ptr + at, mask=live, other=0.0)
+                chance = 1.0 / (1.0 + tl.exp(-guess))
+            tl.store(given_ptr + col, chance, mask=live)
+            tl.store(reached_ptr + col, reached * chance, mask=live)
+    elif tl.max(index, 0) > 0:
+        before = token_before(ids_ptr, words_ptr, map_ptr, col, index, MAP).to(tl.int64)
         acc = tl.zeros((BLOCK_N, COLS), tl.float32)
         rows = tl.minimum(n, N - 1).to(tl.int64)
         DTYPE: tl.constexpr = before_ptr.dtype.element_ty
@@ -304,6 +307,7 @@ def start_walk(
         none if confidence is None else confidence,
         none if bias is None else bias,
         none if chances is None else chances.own,
+        none if chances is None else chances.given,
         rows.num_rows,
         D=D,
         BLOCK_D=power_of_two(D),
