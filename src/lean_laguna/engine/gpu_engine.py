@@ -43,7 +43,7 @@ from lean_laguna.spec.proposer import DFlashProposer
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
 
 
-_IDLE = 2.0  # times what learning takes that the host must have waited for the device to learn for nothing
+_IDLE = 3.0  # times what learning takes that the host must have waited for the device to learn for nothing
 
 
 @dataclass(frozen=True)

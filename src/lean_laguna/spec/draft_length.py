@@ -66,7 +66,8 @@ class _Cell:
         """Look at everything again in the next step: the text is another."""
         self.plan_left = self.num_to_repeat = 0
         self.plan_every, self.stride = _PLAN_EVERY[0], 1
-        self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
+        if not self.scheduled.is_on:  # which follows the text by itself
+            self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
         self.scheduled.start_anew()
 
     @property

@@ -38,9 +38,14 @@ class _Plan:
     costs: StepCosts
     draft_s: list[float]
     cap: int
+    stops_early: bool
     lasts: int
     until: int
     made_for: tuple[int, int, float]
+
+    def expected_draft_s(self, survival: Sequence[Sequence[float]], cap: int) -> float:
+        """Return what drafting takes where so many drafts are asked for."""
+        return self.draft_s[self.costs.num_made(survival, cap) if self.stops_early else cap]
 
 
 class ScheduledSteps:
@@ -125,6 +130,7 @@ class ScheduledSteps:
             StepCosts([verify_s for _, verify_s in estimates], batch * worth, min(1.0, least)),
             [draft_s for draft_s, _ in estimates],
             cap,
+            schedule.stops_early,
             lasts,
             self._num_chosen + lasts,
             (batch, length, max(_LEAST_S, tokens_per_s)),
@@ -159,18 +165,18 @@ class ScheduledSteps:
         claims = (sum(own[:num]) for own, (num, _) in zip(schedule.survival, accepted, strict=True))
         self._claimed = self._claimed * _CLAIM_DECAY + sum(claims)
         self._came = self._came * _CLAIM_DECAY + sum(count for _, count in accepted)
-        costs = plan.costs.verify_s
-        cap = fixed if made is None else made
-        usual_s = plan.draft_s[plan.costs.num_made(schedule.survival, cap) if schedule.stops_early else cap]
-        if made is None:
-            sent = plan.costs.best_length(schedule.survival)
-            draft_s = usual_s * self._drafting / self._usual_drafting
+        costs, survival = plan.costs.verify_s, schedule.survival
+        if made is None:  # as it would have been
+            survival = [_extended(own, plan.cap) for own in survival]
+            sent, draft_s = plan.costs.best_length(survival), plan.expected_draft_s(survival, plan.cap)
+            draft_s *= self._drafting / self._usual_drafting
         else:
+            usual_s = plan.expected_draft_s(survival, made)
             draft_s = min(draft_s, _LONGEST * usual_s) if usual_s > 0 else draft_s
             self._drafting = _DECAY * self._drafting + draft_s
             self._usual_drafting = _DECAY * self._usual_drafting + usual_s
         num = len(accepted)
-        tokens = num + sum(sum(own[:sent]) for own in schedule.survival)
+        tokens = num + sum(sum(own[:sent]) for own in survival)
         fixed_tokens = num + sum(_reaching(own, fixed) for own in schedule.survival)
         self._add(tokens, draft_s + costs[sent], fixed_tokens, plan.draft_s[fixed] + costs[fixed])
 
@@ -192,16 +198,18 @@ class ScheduledSteps:
 
 
 def _reaching(survival: Sequence[float], length: int) -> float:
-    """Return the drafts expected to stand of so many; those not made survive like the last that was."""
-    known = sum(survival[:length])
-    if not survival or len(survival) >= length:
-        return known
-    before = survival[-2] if len(survival) > 1 else 1.0
-    going_on, reached = survival[-1] / max(_LEAST_S, before), survival[-1]
-    for _ in range(length - len(survival)):
-        reached *= going_on
-        known += reached
-    return known
+    """Return the drafts expected to stand of so many."""
+    return sum(survival[:length] if len(survival) >= length else _extended(survival, length))
+
+
+def _extended(survival: Sequence[float], length: int) -> list[float]:
+    """Return the chances of so many drafts; those not made survive like the last that was."""
+    found = list(survival)
+    if found and len(found) < length:
+        going_on = found[-1] / max(_LEAST_S, found[-2] if len(found) > 1 else 1.0)
+        for _ in range(length - len(found)):
+            found.append(found[-1] * going_on)
+    return found
 
 
 def full_lengths(row_tiles: Sequence[int], batch: int, max_draft_tokens: int) -> list[int]:
