@@ -73,37 +73,37 @@ class Prices:
 
     def __init__(self, programs: StepPrograms, costs: RowCosts):
         self._programs, self.costs = programs, costs
-        self._nothing = np.zeros(1 + costs.table.size, dtype=np.float32)
-        self._sent = self._wanted = self._nothing  # what drafts must have to be made, then the prices
+        self._wanted = np.zeros(1 + costs.table.size, dtype=np.float32)
+        self._is_set = False  # the programs have what is wanted; else zeros
         self._wanted_for: StepCosts | None = None
         self._num_asked = self._num_sent = 0
         is_gpu = programs.device.type == "cuda"
         # Several, in turn: a copy may still wait for the steps launched before it.
-        self._hosts = [torch.zeros(len(self._sent), pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
+        self._hosts = [torch.zeros(len(self._wanted), pin_memory=is_gpu) for _ in range(_HOST_BUFFERS)]
+        self._kept = torch.zeros_like(programs.bounds)
 
     def set(self, costs: StepCosts | None) -> None:
         """Have drafts made and cut by what time is worth, or, given None, all made and kept."""
         self._num_asked += 1
         if costs is None:
-            self._send(self._nothing)
+            if self._is_set:
+                self._programs.bounds.zero_()
+                self._is_set = False
             return
         if costs is not self._wanted_for or not self._num_asked % _REFRESH_EVERY:
+            self._wanted_for = costs
             prices = self.costs.prices(costs.tokens_per_s).ravel()
             wanted = np.concatenate([np.array([costs.least], dtype=np.float32), prices])
             known, change = self._wanted, np.abs(wanted - self._wanted)
             if change[0] > _LEAST_CHANGE * known[0] or change.max() > _LEAST_CHANGE * known.max():
-                self._wanted = wanted
-            self._wanted_for = costs
-        self._send(self._wanted)
-
-    def _send(self, wanted: NDArray[np.float32]) -> None:
-        if wanted is self._sent:
-            return
-        host = self._hosts[self._num_sent % _HOST_BUFFERS]
-        host.copy_(torch.from_numpy(wanted))
-        self._programs.least.copy_(host[:1], non_blocking=True)
-        self._programs.prices.copy_(host[1:].view(self._programs.prices.shape), non_blocking=True)
-        self._sent, self._num_sent = wanted, self._num_sent + 1
+                self._wanted, self._is_set = wanted, False
+                host = self._hosts[self._num_sent % _HOST_BUFFERS]
+                host.copy_(torch.from_numpy(wanted))
+                self._kept.copy_(host, non_blocking=True)
+                self._num_sent += 1
+        if not self._is_set:
+            self._programs.bounds.copy_(self._kept)
+            self._is_set = True
 
 
 def measure_rows(programs: StepPrograms) -> tuple[Table, Table]:

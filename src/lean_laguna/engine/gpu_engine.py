@@ -23,8 +23,8 @@ from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, NARROW, WIDE, gpu_chu
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
-from lean_laguna.engine.gpu_lanes import Lane, Lanes, Launched, Plan, Spoke, mark
-from lean_laguna.engine.gpu_layout import has_filters, made_and_cut, split_rows, tokens_said
+from lean_laguna.engine.gpu_lanes import Lane, Lanes, LastSaid, Launched, Plan, Spoke, mark
+from lean_laguna.engine.gpu_layout import has_filters, split_rows, tokens_said
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, Head, Prompts, RowPrompts
 from lean_laguna.engine.gpu_state import MAX_ROWS
@@ -414,7 +414,7 @@ class GpuEngine(LLMEngine):
         lane, fields = launched.lane, launched.said.arrays
         lane.num_under_way -= 1
         spoke = []
-        launched.before, lane.last = lane.last, (fields, self._count_cuts(lane, fields))
+        launched.before, lane.last = lane.last, self._note_cuts(lane, fields)
         for i, sequence in enumerate(lane.sequences):
             tokens = tokens_said(fields, i, lane.emitted[i])
             drafted = int(fields["drafted"][i]) - lane.drafted[i]
@@ -436,16 +436,18 @@ class GpuEngine(LLMEngine):
             self._emit(sequence, tokens, accepted, deltas, None)
         return spoke
 
-    def _count_cuts(self, lane: Lane, fields: dict[str, Any]) -> list[int]:
-        """Count the drafts that a step cut from what it laid out; returns how many, by entry."""
+    def _note_cuts(self, lane: Lane, fields: dict[str, Any]) -> LastSaid:
+        """Count the drafts that a step made and did not send."""
         if self._schedule is None:
-            return []
-        before, lane.cut = lane.cut, fields["cut"][: len(lane.sequences)].tolist()
-        cuts = [now - num for now, num in zip(lane.cut, before, strict=True)]
-        if any(cuts):
-            for sequence, num in zip(lane.sequences, made_and_cut(fields, cuts), strict=True):
-                self._record_cut(sequence, num)
-        return cuts
+            return LastSaid(fields, [], [])
+        num, unsent = len(lane.sequences), lane.unsent
+        cut = fields["cut"][:num].tolist()
+        lane.unsent = (fields["cut"][:num] + fields["skipped"][:num]).tolist()
+        if cut != lane.cut:
+            for sequence, before, now in zip(lane.sequences, lane.cut, cut, strict=True):
+                self._record_cut(sequence, now - before)
+            lane.cut = cut
+        return LastSaid(fields, unsent, lane.unsent)
 
     def _record_cut(self, sequence: SequenceState, num: int) -> None:
         if sequence.speculation is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.engine.gpu_lanes import Lanes, mark, seconds_between
-from lean_laguna.engine.gpu_layout import filters_on_device, has_filters, made_and_cut
+from lean_laguna.engine.gpu_layout import filters_on_device, has_filters
 from lean_laguna.engine.gpu_programs import StepPrograms
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.noise import NoiseCache
@@ -100,7 +100,7 @@ class HostSteps:
         logits = programs.logits_of(cols)[: int(fields["num_rows"][0])].cpu()
         lanes.give_back(said)
         sampled = SampledRows(tuple(self._choose(sequences, drafts, tokens, logits)), logits)
-        num_cut = made_and_cut(fields, fields["cut"][: len(sequences)].tolist())
+        num_cut = fields["cut"][: len(sequences)].tolist()
         return Verified(drafts, sampled, seconds_between(before, drafted), num_cut)
 
     def first_token(self, sequence: SequenceState, token: int, logits: Tensor) -> SampledRows:

@@ -43,6 +43,25 @@ def seconds_between(first: Mark, second: Mark) -> float:
     return float(first.elapsed_time(second)) / 1e3
 
 
+class LastSaid(NamedTuple):
+    """What a step left.
+
+    Attributes:
+        fields: ``Block.arrays``.
+        unsent_before: Drafts of each request ever laid out and not sent, before the step.
+        unsent: And after it.
+    """
+
+    fields: dict[str, NDArray[Any]]
+    unsent_before: list[int]
+    unsent: list[int]
+
+    @property
+    def num_unsent(self) -> list[int]:
+        """How many the step itself laid out of each and did not send."""
+        return [now - num for now, num in zip(self.unsent, self.unsent_before, strict=True)]
+
+
 @dataclass
 class Launched:
     """A step of one lane under way: what it will have said, and when.
@@ -56,7 +75,7 @@ class Launched:
         num_made_tokens: Longest draft that was made for it, where it is scheduled; else None.
         cols: Columns of its products.
         num_asked: Longest draft that was asked for.
-        before: What the step before said, with the drafts that it cut of each, once this one is read.
+        before: What the step before said, once this one is read.
     """
 
     lane: Lane
@@ -67,7 +86,7 @@ class Launched:
     num_made_tokens: int | None = None
     cols: int = 0
     num_asked: int = 0
-    before: tuple[dict[str, NDArray[Any]], list[int]] | None = None
+    before: LastSaid | None = None
 
     @property
     def verify_s(self) -> float:
@@ -79,7 +98,7 @@ class Launched:
     def drafted_s(self) -> float:
         """Seconds that the drafts verified took, in the step before or when they were laid out."""
         if self.before is not None:
-            stamps = self.before[0]["stamps"]
+            stamps = self.before.fields["stamps"]
             return 1e-9 * int(stamps[ENDED] - stamps[VERIFIED])
         return seconds_between(*self.lane.first_drafts) if self.lane.first_drafts is not None else 0.0
 
@@ -105,7 +124,9 @@ class Spoke(NamedTuple):
         None where its drafts were made when it was laid out.
         """
         before = self.launched.before
-        return None if before is None else chances_made(*before)[self.entry]
+        if before is None:
+            return None
+        return chances_made(before.fields, before.num_unsent)[self.entry]
 
 
 @dataclass(frozen=True)
@@ -141,8 +162,9 @@ class Lane:
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
         live: Entries that the device has not ended, as far as the host has read.
         covered: By entry, positions whose pages the device has.
-        cut: Drafts of each that were not worth verifying.
-        last: The fields that the last step read left, and the drafts that it cut of each.
+        cut: Drafts of each that were made and not worth verifying.
+        unsent: Drafts of each that were laid out, and not made or cut.
+        last: What the last step read said.
         first_drafts: Start and end of the drafts made when it was laid out.
         num_made_tokens: Longest of the drafts to be verified next, where they are scheduled; else None.
         num_asked: Longest of the drafts to be verified next, as asked for: a request's end may cut it.
@@ -165,7 +187,8 @@ class Lane:
     covered: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
     plan: Plan | None = None
     cut: list[int] = field(default_factory=list)
-    last: tuple[dict[str, NDArray[Any]], list[int]] | None = None
+    unsent: list[int] = field(default_factory=list)
+    last: LastSaid | None = None
     first_drafts: tuple[Mark, Mark] | None = None
     num_made_tokens: int | None = None
     num_asked: int = 0
@@ -175,7 +198,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         self.live = list(range(len(self.sequences)))
-        self.cut = [0] * len(self.sequences)
+        self.cut = self.unsent = [0] * len(self.sequences)
 
 
 class Lanes:

@@ -103,7 +103,7 @@ def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> 
 
     Args:
         fields: ``Block.arrays`` after a step.
-        entry_cuts: Drafts cut of each request in that step.
+        entry_cuts: Drafts of each request that were laid out in that step and not sent.
     """
     found, row = [], 0
     for entry, cut in enumerate(entry_cuts):
@@ -113,16 +113,6 @@ def chances_made(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> 
             last = chance if chance >= 0 else last
             own.append(last)
         found.append(tuple(own))
-        row += rows
-    return found
-
-
-def made_and_cut(fields: dict[str, NDArray[Any]], entry_cuts: Sequence[int]) -> list[int]:
-    """Return how many of the drafts cut of each request were made; arguments as for ``chances_made``."""
-    found, row = [], 0
-    for entry, cut in enumerate(entry_cuts):
-        rows = int(fields["row_count"][entry]) + cut
-        found.append(cut - int((fields["chances"][row + 1 : row + rows] < 0).sum()) if cut else 0)
         row += rows
     return found
 

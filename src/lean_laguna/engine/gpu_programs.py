@@ -62,9 +62,9 @@ class StepPrograms:
         caches: Pages and tables of the target, layer by layer.
         logits: [WIDE, V] float32, written by ``rows`` and ``choose``; see ``logits_of``.
         verified_logits: [most_rows, V] float32 of the last step's rows, where they are kept.
-        prices: [W, most_rows + 1] float32 tokens that a step with so many rows is worth, for each width, by
-            which ``propose`` cuts drafts; zeros keep all.
-        least: [1] float32 chance below which no more drafts are made; 0 for all.
+        bounds: [1 + W * (most_rows + 1)] float32: the chance below which no more drafts are made, then the
+            tokens that a step with so many rows is worth, for each width, by which they are cut; zeros make
+            and keep all.
     """
 
     def __init__(
@@ -151,8 +151,7 @@ class StepPrograms:
         """
         self.most_rows = most_rows
         self.widths = tuple(cols for cols in WIDTHS if cols <= most_rows) if self._is_gpu else (most_rows,)
-        self.prices = torch.zeros(len(self.widths), most_rows + 1, device=self.device)
-        self.least = torch.zeros(1, device=self.device)
+        self.bounds = torch.zeros(1 + len(self.widths) * (most_rows + 1), device=self.device)
 
     @property
     def graph_pool(self) -> Any:
@@ -468,12 +467,13 @@ class StepPrograms:
         self._draft_step(cols, filters=is_filtered).propose()
         if is_filtered and self._walk is None:
             self._filter(cols, self._inputs.input_ids, 0, is_draft=True)
-        chances, inputs = self._chances(), self._inputs
+        chances, inputs, state = self._chances(), self._inputs, self.state.fields
         if chances is not None:
             schedule(
                 chances,
-                self.prices[self.widths.index(max(cols, self.widths[0]))],
-                self.state.fields["cut"],
+                self.bounds[1:].view(len(self.widths), -1)[self.widths.index(max(cols, self.widths[0]))],
+                state["cut"],
+                state["skipped"],
                 inputs.input_ids,
                 inputs.seeds,
                 inputs.temperatures,
@@ -487,7 +487,7 @@ class StepPrograms:
         if spark is None or spark.confidence is None:
             return None
         state = self.state.fields
-        return Chances(*self._survival, state["chances"], self.least, self._thresholds, state["seeds"])
+        return Chances(*self._survival.unbind(), state["chances"], self.bounds[:1], self._thresholds, state["seeds"])
 
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()

@@ -51,6 +51,7 @@ _FIELDS: tuple[tuple[str, int, str], ...] = (
     ("accepted", MAX_ROWS, "int32"),
     ("drafted", MAX_ROWS, "int32"),
     ("cut", MAX_ROWS, "int32"),
+    ("skipped", MAX_ROWS, "int32"),
     ("chances", MAX_ROWS, "float32"),
     ("top_k", MAX_ROWS, "int32"),
     ("top_p", MAX_ROWS, "float32"),

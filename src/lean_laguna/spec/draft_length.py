@@ -63,12 +63,15 @@ class _Cell:
         self.scheduled = ScheduledSteps()
 
     def begin_anew(self) -> None:
-        """Look at everything again in the next step: the text is another."""
-        self.plan_left = self.num_to_repeat = 0
-        self.plan_every, self.stride = _PLAN_EVERY[0], 1
-        if not self.scheduled.is_on:  # which follows the text by itself
-            self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
+        """Look at everything again in the next step: the text is another.
+
+        Not where steps are scheduled: they follow the text by themselves.
+        """
         self.scheduled.start_anew()
+        if not self.scheduled.is_on:
+            self.plan_left = self.num_to_repeat = 0
+            self.plan_every, self.stride = _PLAN_EVERY[0], 1
+            self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
 
     @property
     def is_timed(self) -> bool:

@@ -34,22 +34,18 @@ def test_without_a_table_every_step_costs_the_same():
 
 
 def test_prices_are_sent_when_they_change():
-    programs = SimpleNamespace(
-        device=torch.device("cpu"), prices=torch.zeros(2, 17), least=torch.full((1,), 9.0)
-    )
+    programs = SimpleNamespace(device=torch.device("cpu"), bounds=torch.zeros(35))
     prices = Prices(programs, RowCosts((8, 16)))
-    prices.set(StepCosts([], 2.0, least=0.25))
-    assert torch.equal(programs.prices, torch.full((2, 17), 2.0))
-    assert programs.least == 0.25
+    costs = StepCosts([], 2.0, least=0.25)
+    for _ in range(2):
+        prices.set(costs)
+        assert torch.equal(programs.bounds, torch.tensor([0.25, *[2.0] * 34]))
+        prices.set(None)
+        assert not programs.bounds.any()
     prices.set(StepCosts([], 2.01, least=0.251))
-    assert programs.prices[0, 0] == 2.0
-    assert programs.least == 0.25
+    assert programs.bounds[:2].tolist() == [0.25, 2.0]
     prices.set(StepCosts([], 2.01, least=0.3))
-    assert programs.prices[0, 0] == torch.tensor(2.01)
-    assert programs.least == torch.tensor(0.3)
-    prices.set(None)
-    assert not programs.prices.any()
-    assert not programs.least
+    assert torch.equal(programs.bounds[:2], torch.tensor([0.3, 2.01]))
 
 
 class Programs:

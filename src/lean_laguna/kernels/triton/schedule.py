@@ -27,6 +27,7 @@ def _schedule_kernel(
     reached_ptr,
     prices_ptr,
     cut_ptr,
+    skipped_ptr,
     input_ids_ptr,
     row_seeds_ptr,
     row_temperatures_ptr,
@@ -47,7 +48,8 @@ def _schedule_kernel(
     request = tl.load(row_request_ptr + i)
     start = tl.load(row_start_ptr + request)
     index = i - start
-    is_draft = live & (index > 0) & (tl.load(given_ptr + i) >= 0.0)  # and was made
+    is_made = tl.load(given_ptr + i) >= 0.0
+    is_draft = live & (index > 0) & is_made
     token, position = tl.load(input_ids_ptr + i), tl.load(positions_ptr + i)
     seed, temperature = tl.load(row_seeds_ptr + i), tl.load(row_temperatures_ptr + i)
     # Rows of one request up to each row: [row, row before].
@@ -76,10 +78,12 @@ def _schedule_kernel(
     count = tl.sum((mine & keep[None, :]).to(tl.int32), 1)
     first = tl.sum(((request[None, :] < i[:, None]) & keep[None, :]).to(tl.int32), 1)
     is_request = i < tl.load(num_requests_ptr)
-    cut = tl.sum((mine & (live & (keep == 0))[None, :]).to(tl.int32), 1)
+    cut = tl.sum((mine & (is_draft & (keep == 0))[None, :]).to(tl.int32), 1)
+    skipped = tl.sum((mine & (live & (index > 0) & (is_made == 0))[None, :]).to(tl.int32), 1)
     # Rows move in place: nobody may write before all warps have read.
     tl.debug_barrier()
     tl.store(cut_ptr + i, tl.load(cut_ptr + i) + cut, mask=is_request)
+    tl.store(skipped_ptr + i, tl.load(skipped_ptr + i) + skipped, mask=is_request)
     tl.store(row_start_ptr + i, tl.minimum(first, TILE - 1), mask=is_request)
     tl.store(row_count_ptr + i, count, mask=is_request)
     tl.store(input_ids_ptr + to, token, mask=keep)
@@ -94,6 +98,7 @@ def schedule(
     chances: Chances,
     prices: Tensor,
     cut: Tensor,
+    skipped: Tensor,
     input_ids: Tensor,
     row_seeds: Tensor,
     row_temperatures: Tensor,
@@ -106,7 +111,8 @@ def schedule(
         chances: Of each row's draft.
         prices: [MAX_ROWS + 1] float32 tokens that the time of a step with so many rows is worth; zeros keep
             all drafts that were made.
-        cut: [MAX_ROWS] int32 rows ever cut of each request; added to.
+        cut: [MAX_ROWS] int32 drafts of each request ever made and not sent; added to.
+        skipped: [MAX_ROWS] int32 drafts of each request ever laid out and not made; added to.
         input_ids: [MAX_ROWS] int32 anchors and drafts; moved.
         row_seeds: [MAX_ROWS] int64; moved.
         row_temperatures: [MAX_ROWS] float32; moved.
@@ -119,6 +125,7 @@ def schedule(
         chances.reached,
         prices,
         cut,
+        skipped,
         input_ids,
         row_seeds,
         row_temperatures,

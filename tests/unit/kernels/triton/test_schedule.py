@@ -37,6 +37,7 @@ class Step:
         )
         chances = [draw.random() for _ in range(16)]
         self.given, self.cut = torch.tensor(chances, device=device), self.ints([7] * 16)
+        self.skipped = self.ints([5] * 16)
         for r, start in enumerate(self.starts):
             if unmade is not None and self.counts[r]:
                 self.given[start + 1 + unmade[r] : start + self.counts[r]] *= -1
@@ -54,6 +55,7 @@ class Step:
             Chances(reached, reached, self.given, torch.zeros(1, device=self.device)),
             torch.tensor(prices, device=self.device),
             self.cut,
+            self.skipped,
             self.ids,
             self.seeds,
             self.temperatures,
@@ -121,5 +123,6 @@ def test_what_was_not_made_is_not_sent(device):
     free = [1.0] * 17  # more rows cost nothing
     assert step.run(free) == [3, 1, 6]
     assert step.ids[:10].tolist() == [500, 501, 502, 505, 509, 510, 511, 512, 513, 514]
-    assert step.cut[:3].tolist() == [7 + 2, 7 + 3, 7]
+    assert step.cut[:3].tolist() == [7] * 3
+    assert step.skipped[:3].tolist() == [5 + 2, 5 + 3, 5]
     assert Step(device, [4, 3, 5], random.Random(3), unmade).run([0.0] * 17) == [3, 1, 6]
