@@ -137,7 +137,7 @@ class StepPrograms:
         self._walk = (
             Walk.allocate(spark.bias.shape[0], self.device, self.most_rows) if spark is not None else None
         )
-        self._survival = torch.zeros(2, MAX_ROWS, device=self.device)
+        self._survival = torch.zeros(MAX_ROWS, device=self.device), torch.zeros(MAX_ROWS, device=self.device)
         self._features = Features.allocate(self.drafter) if self.drafter is not None else None
         self._pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._programs: dict[tuple[str, int, bool], Program] = {}
@@ -487,7 +487,7 @@ class StepPrograms:
         if spark is None or spark.confidence is None:
             return None
         state = self.state.fields
-        return Chances(*self._survival.unbind(), state["chances"], self.bounds[:1], self._thresholds, state["seeds"])
+        return Chances(*self._survival, state["chances"], self.bounds[:1], self._thresholds, state["seeds"])
 
     def _choose(self, cols: int) -> None:
         self._target_step(cols, taps=False, logits=True).choose()
