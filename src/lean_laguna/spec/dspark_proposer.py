@@ -96,6 +96,9 @@ class DSparkProposer(DFlashProposer):
         tokens: list[list[int]] = [[] for _ in drafted]
         survival: list[list[float]] = [[] for _ in drafted]
         worth = None if costs is None else StepWorth(costs)
+        meanings = [
+            self._greedy if one.request.params.temperature == 0 else self._sampled for one, _ in drafted
+        ]
         for k in range(max(length for _, length in drafted)):
             going_on = [i for i, (_, length) in enumerate(drafted) if length > k]
             requests = [drafted[i][0].request for i in going_on]
@@ -110,13 +113,13 @@ class DSparkProposer(DFlashProposer):
                 tokens[i].append(token)
             if not wants_chances:
                 continue
-            guesses, reaching = heads.guesses(at, before), 0.0
-            for i, request, guess in zip(going_on, requests, guesses, strict=True):
-                temperatures, biases = self._greedy if request.params.temperature == 0 else self._sampled
-                reached = survival[i][-1] if k else 1.0
+            reaching = 0.0
+            for i, guess in zip(going_on, heads.guesses(at, before), strict=True):
+                (temperatures, biases), chances = meanings[i], survival[i]
                 guess = guess / temperatures[k] + biases[k]
-                survival[i].append(reached * 0.5 * (1.0 + math.tanh(0.5 * guess)))
-                reaching += survival[i][-1]
+                reached = (chances[-1] if k else 1.0) * 0.5 * (1.0 + math.tanh(0.5 * guess))
+                chances.append(reached)
+                reaching += reached
             if worth is not None:
                 worth.add(reaching)
                 if not worth.may_grow:

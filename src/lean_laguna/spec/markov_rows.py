@@ -34,6 +34,7 @@ class MarkovRows:
         self._drafter = drafter
         self._max_rows = max(1, max_bytes // (4 * drafter.config.vocab_size))
         self._rows: OrderedDict[int, Float32Array] = OrderedDict()
+        self._own: tuple[Float32Array, float] | None = None
         self._terms: list[float] | None = None
         self._version: tuple[int, ...] = ()
 
@@ -47,7 +48,7 @@ class MarkovRows:
             if weight is not None
         )
         if version != self._version:
-            self._version, self._terms = version, None
+            self._version, self._own, self._terms = version, None, None
             self._rows.clear()
 
     def biases(self, tokens: Sequence[int]) -> list[Float32Array]:
@@ -69,11 +70,13 @@ class MarkovRows:
 
     def guesses(self, hidden: Tensor) -> list[float]:
         """Return the part of each slot's confidence logit [R] that its state [R, D] decides."""
-        weight, bias = self._drafter.confidence_weight, self._drafter.confidence_bias
-        assert weight is not None
-        assert bias is not None
-        own = hidden.float() @ weight[0, : hidden.shape[1]].float() + bias.float()
-        values: list[float] = own.tolist()
+        if self._own is None:
+            weight, bias = self._drafter.confidence_weight, self._drafter.confidence_bias
+            assert weight is not None
+            assert bias is not None
+            own = weight[0, : hidden.shape[1]].detach().float().numpy()
+            self._own = own, float(bias)
+        values: list[float] = (hidden.float().numpy() @ self._own[0] + self._own[1]).tolist()
         return values
 
     def guess_after(self, token: int) -> float:
