@@ -38,6 +38,7 @@ _LEARNING_SHARE = 0.003  # of a step, what learning may take once the first have
 _LONGEST_STRIDE = 64  # steps of which one teaches
 _MOST_REPEATED = 16  # steps that one choice is for
 _LEARN_FIRST, _LEARN_AGAIN = 128, 16  # steps that teach until then, and where the text is another
+_DEAR = 0.1  # of a step, what learning may take for another text to be learned from at once
 _UNSEEN = 1.1  # what a length that was not timed must promise over one that was
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.1, 4  # of step times, and the steps that it counts for
 _OF_MEDIAN = 1.57  # variance of a median over that of a mean
@@ -68,10 +69,12 @@ class _Cell:
         Not where steps are scheduled: they follow the text by themselves.
         """
         self.scheduled.start_anew()
-        if not self.scheduled.is_on:
-            self.plan_left = self.num_to_repeat = 0
-            self.plan_every, self.stride = _PLAN_EVERY[0], 1
-            self.num_to_learn = max(self.num_to_learn, _LEARN_AGAIN)
+        if self.scheduled.is_on:
+            return
+        self.plan_left = self.num_to_repeat = 0
+        self.plan_every = _PLAN_EVERY[0]
+        if _LEARNING_SHARE * self.stride < _DEAR:
+            self.stride, self.num_to_learn = 1, max(self.num_to_learn, _LEARN_AGAIN)
 
     @property
     def is_timed(self) -> bool:

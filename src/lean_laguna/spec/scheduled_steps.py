@@ -16,7 +16,7 @@ from lean_laguna.spec.draft_costs import StepTimes
 from lean_laguna.spec.draft_schedule import DraftSchedule, StepCosts
 
 _DECAY = 0.98
-_ON_ABOVE, _OFF_BELOW = 1.0, 0.99  # gain over the best fixed length: neither way costs much
+_ON_ABOVE, _OFF_BELOW = 1.0, 0.95  # gain over the best fixed length: chance moves it by some percent
 _KNOWN_AFTER = 8  # steps seen before the gain counts
 _KEPT_OF_OLD = 0.2  # weight that what was seen keeps where something else begins
 _PLAN_LASTS = (
