@@ -1,11 +1,14 @@
 """A DSpark drafter on the Triton kernels: the drafts of a CPU, and the same output however they are cut."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
 from lean_laguna.core.types import SamplingParams
+from lean_laguna.engine import gpu_engine
 from lean_laguna.engine.gpu_costs import RowCosts
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.spec.draft_schedule import StepCosts
@@ -132,3 +135,28 @@ def test_steps_that_the_host_decides_are_cut_too():
     found, counts = said(steep(toy_engine("auto", kind="dspark")), logprobs=1, repetition_penalty=1.3)
     assert found == plain
     assert counts.num_cut_draft_tokens > 0
+
+
+def test_whether_there_is_time_to_learn_says_the_step_before(monkeypatch):
+    """A wait of the step itself is long where it sends much: who learns from such steps expects too much."""
+    engine, waits, heard = toy_engine("auto", kind="dspark"), [], []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(gpu_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    wait_for, hears = engine._lanes.wait_for, engine._draft_lengths.hears
+
+    def waiting(launched):
+        waits.append(len(waits) % 3 == 0)
+        clock.now += 1e-3 if waits[-1] else 0.0
+        wait_for(launched)
+
+    def hearing(sequences, counts, *, is_idle):
+        heard.append((is_idle, len(waits)))
+        return hears(sequences, counts, is_idle=is_idle)
+
+    monkeypatch.setattr(engine._lanes, "wait_for", waiting)
+    monkeypatch.setattr(engine._draft_lengths, "hears", hearing)
+    engine.add_request(PROMPTS[0], params(max_tokens=14))
+    run_all(engine)
+    assert len(heard) >= 4
+    assert [is_idle for is_idle, _ in heard] == [num > 1 and waits[num - 2] for _, num in heard]
+    assert any(is_idle for is_idle, _ in heard)

@@ -99,6 +99,7 @@ class GpuEngine(LLMEngine):
         )
         self._running: list[Lane] = []
         self._rounds: deque[_Round] = deque()
+        self._was_idle = False
         self._held: tuple[Sequence[SequenceState], list[int]] | None = None
         self._on_device: WeakSet[SequenceState] = WeakSet()
         self._told: set[str] = set()
@@ -377,7 +378,8 @@ class GpuEngine(LLMEngine):
             spoke += self._commit(launched, deltas)
         if spoke and a_round.is_alone:
             sequences, counts = [one.sequence for one in spoke], [one.counts for one in spoke]
-            is_idle = waited_s > _IDLE * self._LEARNING_S
+            # Said by the step before: a wait for this one's drafts would pick the steps that go well.
+            is_idle, self._was_idle = self._was_idle, waited_s > _IDLE * self._LEARNING_S
             if self._draft_lengths.hears(sequences, counts, is_idle=is_idle):
                 self._learn(a_round, spoke)
 

@@ -181,7 +181,9 @@ class DraftLengthController:
             cell.trials.home = current
         stride = 1 if cell.num_to_learn else int(self.learning_s / (_LEARNING_SHARE * known.step_s[current]))
         cell.stride = max(1, min(_LONGEST_STRIDE, stride))
-        trial = cell.trials.choose(known, current)
+        # Scheduled steps are seen to send all lengths; and to make all, where drafts end by themselves.
+        is_settled = cell.scheduled.is_on and self.schedule is not None and self.schedule.stops_early
+        trial = None if is_settled else cell.trials.choose(known, current)
         is_calm = trial is None and current == before and current > 0
         most = max(_PLAN_EVERY[0], min(_PLAN_EVERY[1], _LONGEST_PLAN // min(_MOST_REPEATED, cell.stride)))
         cell.plan_every = min(most, 2 * cell.plan_every) if is_calm else _PLAN_EVERY[0]

@@ -113,6 +113,8 @@ class ScheduledSteps:
     def _current_plan(self, schedule: DraftSchedule, times: StepTimes) -> _Plan:
         """Return the plan for the step last chosen for: the last one while it lasts."""
         plan, (batch, length, tokens_per_s, longest) = self._plan, self._asked
+        if self._num_seen >= _KNOWN_AFTER:
+            tokens_per_s = self._tokens / max(_LEAST_S, self._seconds * batch)
         if plan is None or plan.made_for[:2] != (batch, length):
             lasts = _PLAN_LASTS[0]
         elif self._num_chosen < plan.until and abs(tokens_per_s / plan.made_for[2] - 1.0) < _PLAN_HOLDS:

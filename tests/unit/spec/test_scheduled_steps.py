@@ -117,7 +117,7 @@ def test_drafts_that_stop_early_are_counted_as_the_time_that_they_save():
     assert steps.is_on
     assert 1.01 < steps.gain < 1.04, "of half the steps, four or five drafts at 0.02 of 1.54 each"
     steps.choose(stopping, times(), 1, 7, 2.0, 15)
-    assert stopping.costs.least == pytest.approx(0.85 * 2.0 * (0.02 + 0.12))
+    assert stopping.costs.least == pytest.approx(stopping.costs.tokens_per_s * (0.02 + 0.12))
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,23 @@ def test_little_is_gained_for_sure():
         )
         on.append(costs is not None)
     assert sum(on[100:]) > 0.95 * len(on[100:]), "less came than was claimed, as chance has it"
+
+
+def test_time_is_worth_what_scheduled_steps_earn():
+    """Not what was expected of the fixed length: that may be far off."""
+    steps, schedule, known, draw = ScheduledSteps(), DraftSchedule(), times(), random.Random(6)
+    earned = []
+    for expected in (0.3, 3.0):
+        for _ in range(300):
+            cap = steps.choose(schedule, known, 1, 7, expected, 7)
+            chance = draw.choice([0.3, 0.97])
+            survival = list(itertools.accumulate([chance] * cap, lambda a, b: a * b))
+            costs = schedule.costs
+            sent = cap if costs is None else costs.best_length([survival])
+            accepted = next((k for k in range(sent) if draw.random() > chance), sent)
+            schedule.survival = [survival]
+            made = None if costs is None else cap
+            steps.observe(schedule, known, (sent, made, 7), DRAFT_S[cap], [(sent, accepted)])
+        earned.append(schedule.costs.tokens_per_s)
+    fixed = (1 + (sum(0.97**k for k in range(1, 8)) + 0.43) / 2) / (DRAFT_S[7] + VERIFY_S[7])
+    assert earned == pytest.approx([0.85 * 1.1 * fixed] * 2, rel=0.12)
