@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 import math
 
 from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.gpu_layout import has_filters, lay_out, split_rows, tokens_said
+from lean_laguna.engine.gpu_layout import chances_made, has_filters, lay_out, split_rows, tokens_said
 from lean_laguna.engine.gpu_state import Block
 from support.engines import make_engine, tokens_of
 
@@ -79,3 +79,15 @@ def test_tokens_are_read_from_the_ring_past_its_end():
     fields["ring"][1, :2] = [9, 10]
     assert tokens_said(fields, 1, 62) == [7, 8, 9, 10]
     assert tokens_said(fields, 1, 66) == []
+
+
+def test_chances_are_those_of_the_rows_as_they_were_laid_out():
+    """Three drafts of the first request, all sent; of the second's four one is cut and two were not made."""
+    fields = Block.allocate("cpu").arrays
+    fields["row_count"][:3] = 4, 2, 1
+    fields["chances"][:10] = 0, 0.9, 0.8, 0.7, 0, 0.5, 0.25, -1, -1, 0
+    assert chances_made(fields, [0, 3, 0]) == [
+        pytest.approx((0.9, 0.8, 0.7)),
+        (0.5, 0.25, 0.25, 0.25),  # as likely as the last that was made
+        (),
+    ]

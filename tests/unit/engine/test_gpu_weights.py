@@ -9,9 +9,11 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.engine.gpu_weights import drafter_weights, target_weights, why_not, why_not_cuda
+from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise
 from support.engines import tiny_drafter, tiny_target
+from support.gpu import toy_drafter
 from support.targets import laguna_json, random_target
 
 CPU = torch.device("cpu")
@@ -81,3 +83,17 @@ def test_reasons_of_the_machine_and_of_the_drafter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "interpreter" in why_not(tiny_target(), None, CPU)
     assert why_not_cuda(torch.zeros(1)) == "they run bfloat16, not float32"
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_a_confidence_logit_is_a_part_of_the_state_and_a_part_of_the_token_before(with_markov, own_seed):
+    drafter = toy_drafter("dspark", confidence_head_with_markov=with_markov)
+    assert isinstance(drafter, DSparkDrafter)
+    draw = torch.Generator().manual_seed(own_seed)
+    hidden = torch.randn(5, drafter.norm.shape[0], generator=draw)
+    tokens = torch.randint(drafter.config.vocab_size, (5,), generator=draw)
+    expected = drafter.confidence_logits(hidden, drafter.markov_rows(tokens))
+    spark = drafter_weights(drafter, 40).spark
+    found = hidden @ spark.confidence + spark.confidence_bias + spark.after[tokens]
+    torch.testing.assert_close(found, expected)
+    assert bool(spark.after.any()) is with_markov
