@@ -15,6 +15,11 @@ from typing import Any, Literal
 from lean_laguna.core.errors import ConfigError, reject_unknown
 from lean_laguna.core.files import parse_json
 from lean_laguna.core.json_fields import is_finite_number
+from lean_laguna.core.rope_config import (
+    LEAST_ATTENTION_FACTOR,
+    MOST_ATTENTION_FACTOR,
+    is_attention_factor,
+)
 from lean_laguna.core.types import MAX_SEED
 
 SpeculativeMethod = Literal["dflash", "dspark"]
@@ -250,8 +255,11 @@ class EngineConfig:
                 f"enable_prefix_caching must be true or false, found {self.enable_prefix_caching!r}"
             )
         factor, seed = self.attention_factor, self.seed
-        if factor is not None and not (is_finite_number(factor) and factor > 0):
-            raise ConfigError(f"attention_factor must be a finite number above 0, found {factor!r}")
+        if factor is not None and not is_attention_factor(factor):
+            raise ConfigError(
+                f"attention_factor must be a number from {LEAST_ATTENTION_FACTOR:g} to "
+                f"{MOST_ATTENTION_FACTOR:g}, found {factor!r}"
+            )
         if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
             raise ConfigError(f"seed must be a whole number in 0 .. 2**64 - 1, found {seed!r}")
         if self.scheme is not None and self.load_format != "dummy":

@@ -27,6 +27,8 @@ _KNOWN = frozenset(
     """.split()
 )
 _YARN_ONLY = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+# Scores grow with the square of the factor on cos and sin; formulas stay between 0.5 and 5 at any context.
+LEAST_ATTENTION_FACTOR, MOST_ATTENTION_FACTOR = 0.01, 100.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class RopeConfig:
         truncate = given.get("truncate")
         if not isinstance(truncate, bool | None):
             raise ConfigError(f"{where}: 'truncate' must be true or false, found {truncate!r}")
-        return cls(
+        rope = cls(
             rope_theta=theta,
             partial_rotary_factor=partial,
             rope_type="yarn",
@@ -146,6 +148,27 @@ class RopeConfig:
             truncate=truncate is not False,
             **optional,
         )
+        rope._check_attention_scaling(where)
+        return rope
+
+    def _check_attention_scaling(self, where: str) -> None:
+        """Refuse a factor on cos and sin from which no attention could come, only NaN or one key."""
+        found, formula = self.attention_scaling, _mscale(self.factor, 1.0)
+        if is_attention_factor(found):
+            return
+        least, most = LEAST_ATTENTION_FACTOR, MOST_ATTENTION_FACTOR
+        bounds = f"from {least:g} to {most:g} (YaRN's formula gives {formula:.6g})"
+        if self.attention_factor is not None:
+            raise ConfigError(f"{where}: 'attention_factor' must be a number {bounds}, found {found!r}")
+        raise ConfigError(
+            f"{where}: 'mscale' {self.mscale!r} over 'mscale_all_dim' {self.mscale_all_dim!r} must give a "
+            f"factor {bounds}, found {found:.6g}"
+        )
+
+
+def is_attention_factor(value: Any) -> bool:
+    """Return whether a parsed value can be a factor on cos and sin."""
+    return is_finite_number(value) and LEAST_ATTENTION_FACTOR <= value <= MOST_ATTENTION_FACTOR
 
 
 def read_ropes(config: Mapping[str, Any], where: str, has_sliding: bool) -> tuple[RopeConfig, RopeConfig]:

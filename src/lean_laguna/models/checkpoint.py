@@ -18,6 +18,7 @@ from torch import nn
 from lean_laguna.core.config_reader import ConfigReader
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.model_config import LagunaConfig, config_path, read_config_json
+from lean_laguna.core.rope_config import LEAST_ATTENTION_FACTOR, MOST_ATTENTION_FACTOR, is_attention_factor
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.models.packed_parameters import materialise, pack_parameters
@@ -279,8 +280,11 @@ def _resolve_attention_factor(config: LagunaConfig, override: float | None, file
             raise ConfigError(
                 f"{file}: attention_factor applies to yarn only; full-attention layers use {rope.rope_type}"
             )
-        if not override > 0:
-            raise ConfigError(f"attention_factor must be above 0, found {override!r}")
+        if not is_attention_factor(override):
+            raise ConfigError(
+                f"attention_factor must be a number from {LEAST_ATTENTION_FACTOR:g} to "
+                f"{MOST_ATTENTION_FACTOR:g}, found {override!r}"
+            )
         return dataclasses.replace(
             config, full_rope=dataclasses.replace(rope, attention_factor=float(override))
         )

@@ -115,6 +115,16 @@ def test_what_is_written_reads_back(given):
             {**YARN, "attention_factor": float("nan")},
             "'attention_factor' must be a number above 0, found nan",
         ),
+        (
+            {**YARN, "attention_factor": 9e18},
+            r"rope: 'attention_factor' must be a number from 0\.01 to 100 \(YaRN's formula gives 1\.\d+\), "
+            r"found 9e\+18",
+        ),
+        ({**YARN, "attention_factor": 1e-9}, r"'attention_factor' .*, found 1e-09"),
+        (
+            {**YARN, "mscale": 9e18, "mscale_all_dim": 1.0},
+            r"'mscale' 9e\+18 over 'mscale_all_dim' 1\.0 must give a factor from 0\.01 to 100",
+        ),
         ({**YARN, "betafast": 1.0}, "unknown key 'betafast'"),
         ({**YARN, "factor": 0.5}, "'factor' must be a number from 1, found 0.5"),
         ({**YARN, "truncate": "no"}, "'truncate' must be true or false, found 'no'"),

@@ -262,6 +262,7 @@ def test_more_kv_cache_than_the_machine_has_is_refused(folders, num_bytes):
         ("seed", "x"),
         ("seed", -1),
         ("attention_factor", float("inf")),
+        ("attention_factor", 9e18),
         ("attention_factor", "x"),
         ("enable_prefix_caching", "no"),
     ],

@@ -267,8 +267,11 @@ def test_the_override_is_used_in_silence_and_changes_the_output(folder, tiny_tar
 
 
 def test_an_override_needs_yarn_and_a_positive_factor(folder):
-    with pytest.raises(ConfigError, match="attention_factor must be above 0, found -1"):
-        load_laguna(folder, attention_factor=-1.0)
+    for wrong in (-1.0, 9e18):
+        with pytest.raises(
+            ConfigError, match=rf"attention_factor must be a number from .*, found {wrong!r:.2}"
+        ):
+            load_laguna(folder, attention_factor=wrong)
     plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     edit_config(folder, rope_parameters={FULL: plain, "sliding_attention": plain})
     with pytest.raises(ConfigError, match="applies to yarn only; full-attention layers use default"):
