@@ -174,53 +174,53 @@ def train(
     optimizer = make_optimizer(task.module, optimizer_recipe)
     folder.mkdir(parents=True, exist_ok=True)
     state_path = folder / STATE
-    state = _restore(state_path, task, optimizer, processes)
-    if state.step:
-        log.go_back_to(state.step)
-        log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
+    state = _resume(state_path, task, optimizer, log, processes)
     started = time.monotonic() - state.elapsed_s
     last_val = last_save = last_log = time.monotonic()
     logged_step, rollbacks = state.step, 0
-    while True:
+
+    def used() -> float:
         state.elapsed_s = time.monotonic() - started
-        progress = budget.progress(state.step, state.elapsed_s)
-        if progress >= 1.0:
-            break
+        return budget.progress(state.step, state.elapsed_s)
+
+    progress = used()
+    while progress < 1.0:
         rate = learning_rate(optimizer_recipe, progress) * state.lr_scale
         loss, norm = _step(task, optimizer, rate, optimizer_recipe.clip, state.step, accumulate)
         state.step += 1
         task.after_step(progress)
-        if state.step % log_every and state.step != 1:
+        taken, progress = progress, used()
+        is_told = state.step % log_every == 0 or state.step == 1
+        if not is_told and progress < 1.0:  # the last step is looked at, too: what it leaves is exported
             continue
-        # Reading the loss waits for the device.
-        value, size = float(processes.mean(loss)), float(whole(norm))
+        value, size = float(processes.mean(loss)), float(whole(norm))  # waits for the device
         now = time.monotonic()
         if not (math.isfinite(value) and math.isfinite(size)):
             rollbacks += 1
             if rollbacks > _MAX_ROLLBACKS or not state_path.exists():
                 raise DataError(f"the loss is {value} at step {state.step}; lower 'lr' in the recipe")
-            scale = state.lr_scale * 0.5
-            state = _restore(state_path, task, optimizer, processes)
-            state.lr_scale = scale
-            log.write("rollback", step=state.step, lr_scale=scale)
+            state = _restore(state_path, task, optimizer, processes, 0.5 * state.lr_scale)
+            log.write("rollback", step=state.step, lr_scale=state.lr_scale)
             started, logged_step, last_log = now - state.elapsed_s, state.step, now
+            progress = used()
             continue
+        if not is_told:
+            break
         per_second = (state.step - logged_step) / max(1e-9, now - last_log)
-        left = _seconds_left(budget, state.step, now - started, per_second)
         log.write(
-            "step", step=state.step, progress=round(progress, 4), loss=round(value, 4), lr=rate,
+            "step", step=state.step, progress=round(taken, 4), loss=round(value, 4), lr=rate,
             grad_norm=round(size, 3), tok_per_s=round(per_second * task.tokens_per_step),
-            eta_s=round(left), **task.details(),
+            eta_s=round(_seconds_left(budget, state.step, now - started, per_second)), **task.details(),
         )  # fmt: skip
         last_log, logged_step = now, state.step
         if processes.agree(now - last_val >= val_every_s and progress < 0.97):
             log.write("val", step=state.step, **task.validate())
             last_val = time.monotonic()
-        if processes.agree(now - last_save >= save_every_s):
-            state.elapsed_s = time.monotonic() - started
+        if processes.agree(now - last_save >= save_every_s and used() < 1.0):
             _save(state_path, task, optimizer, state, processes)
             task.export()
             last_save = time.monotonic()
+        progress = used()
     task.export()  # first: what is on disk survives a limit that strikes during validation
     _save(state_path, task, optimizer, state, processes)
     result = task.validate()
@@ -264,8 +264,19 @@ def _save(path: Path, task: Task, optimizer: AnyOptimizer, state: _State, proces
     processes.wait()
 
 
-def _restore(path: Path, task: Task, optimizer: AnyOptimizer, processes: Processes) -> _State:
-    """Load the state if there is one; otherwise return a fresh one."""
+def _resume(path: Path, task: Task, optimizer: AnyOptimizer, log: RunLog, processes: Processes) -> _State:
+    """Load the state that an earlier run left, if there is one, and bring the log to where it stands."""
+    state = _restore(path, task, optimizer, processes)
+    if state.step:
+        log.go_back_to(state.step)
+        log.write("resume", step=state.step, elapsed_s=round(state.elapsed_s, 1))
+    return state
+
+
+def _restore(
+    path: Path, task: Task, optimizer: AnyOptimizer, processes: Processes, lr_scale: float | None = None
+) -> _State:
+    """Load the state if there is one, maybe with another scale; otherwise return a fresh one."""
     if not path.exists():
         return _State()
     try:
@@ -276,7 +287,7 @@ def _restore(path: Path, task: Task, optimizer: AnyOptimizer, processes: Process
         raise CheckpointError(
             f"'{path}' does not fit this recipe or is damaged: {error}; remove it to start anew"
         ) from None
-    return _State(**held["state"])
+    return _State(**held["state"] | ({} if lr_scale is None else {"lr_scale": lr_scale}))
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,13 @@
 import json
 
 import pytest
+import torch
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.train.loop import RunLog
+from lean_laguna.train.loop import RunLog, train
+from lean_laguna.train.recipe import OptimizerRecipe
+from lean_laguna.train.run_state import STATE
+from lean_laguna.train.schedule import Budget
 
 
 def written(path, *steps):
@@ -54,3 +58,55 @@ def test_a_new_run_drops_the_log_and_a_silent_one_leaves_it(tmp_path):
     assert len(events(log.path)) == 2
     log.open(is_resumed=False)
     assert not log.path.exists()
+
+
+class OneWeight:
+    """A task whose loss is not finite at some steps, the first time or every time that they are taken."""
+
+    tokens_per_step = 1
+
+    def __init__(self, bad_steps, *, is_lasting):
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        self.bad_steps, self.is_lasting, self.exported = set(bad_steps), is_lasting, []
+
+    def loss(self, step):
+        is_bad = step in self.bad_steps
+        if is_bad and not self.is_lasting:
+            self.bad_steps.remove(step)
+        return self.module.weight.square().sum() * (float("nan") if is_bad else 1.0)
+
+    def details(self):
+        return {}
+
+    def after_step(self, progress):
+        pass
+
+    def validate(self):
+        return {}
+
+    def export(self):
+        self.exported.append(self.module.weight.item())
+
+
+def run(task, folder, **limits):
+    log = RunLog(folder / "log.jsonl", echo=lambda kind, values: None)
+    log.open(is_resumed=False)
+    train(task, OptimizerRecipe(), Budget(steps=7), folder, log, val_every_s=1e9, log_every=4, **limits)
+    return log
+
+
+def test_weights_that_the_last_steps_spoilt_are_neither_exported_nor_saved(tmp_path):
+    task = OneWeight([5], is_lasting=True)  # after the last step of the log that 4 divides
+    with pytest.raises(DataError, match="the loss is nan at step 7; lower 'lr' in the recipe"):
+        run(task, tmp_path, save_every_s=1e9)
+    assert not task.exported
+    assert not (tmp_path / STATE).exists()
+
+
+def test_a_loss_that_is_not_finite_near_the_end_goes_back_to_the_last_state(tmp_path):
+    task = OneWeight([5], is_lasting=False)
+    log = run(task, tmp_path, save_every_s=0.0)
+    assert all(weight == weight for weight in task.exported)
+    assert events(log.path) == [("step", 1), ("step", 4), ("rollback", 4), ("final", 7)]
+    held = torch.load(tmp_path / STATE, weights_only=True)
+    assert (held["state"]["step"], held["state"]["lr_scale"]) == (7, 0.5)
