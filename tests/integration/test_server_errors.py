@@ -13,6 +13,8 @@ from support.servers import RunningServer, nano, running
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+STRANGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
+STRANGE_FIELD = "response_format.json_schema.schema"
 WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
@@ -88,7 +90,14 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
         "messages[1].tool_calls[0].function.arguments",
     ),
     (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs"),
-    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 50}, "logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "reasoning_budget_tokens": -3}, "reasoning_budget_tokens"),
+    (CHAT, {"messages": HI, "response_format": STRANGE}, STRANGE_FIELD),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    (COMPLETIONS, {"prompt": "x", "response_format": STRANGE}, STRANGE_FIELD),
+    (COMPLETIONS, {"prompt": "x", "guided_json": {"type": "strange"}}, "guided_json"),
     (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
@@ -102,11 +111,20 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     ),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/v1/responses", {"input": [{"type": "image"}]}, None),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ("/v1/responses", {"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ("/v1/responses", {"input": [{"role": "user"}], "instructions": "x"}, "input[0].content"),
+    (
+        "/v1/responses",
+        {"input": "x", "text": {"format": {**STRANGE["json_schema"], "type": "json_schema"}}},
+        "text.format.schema",
+    ),
+    ("/tokenize", {"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
-    ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "prompt"),
+    ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "token_ids"),
     ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"top_q": 1}}, "sampling_params.top_q"),
 ]
 

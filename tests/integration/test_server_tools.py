@@ -110,7 +110,7 @@ def test_a_grammar_that_cannot_be_followed_to_its_end_is_an_error_and_no_finishe
         assert refused.status_code == 400, refused.text
         *pieces, last = server.events("/v1/completions", **body, speculative=how)
         assert last["error"] == refused.json()["error"]
-        assert last["error"]["param"] == "structured_outputs"
+        assert last["error"]["param"] == "guided_grammar"
         assert "cannot be followed any further" in last["error"]["message"]
         assert not any(piece["choices"][0]["finish_reason"] for piece in pieces)
         texts.append("".join(piece["choices"][0]["text"] for piece in pieces))

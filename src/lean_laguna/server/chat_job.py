@@ -11,9 +11,9 @@ from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_thinking
 from lean_laguna.models.tokenizer import Tokenizer
-from lean_laguna.server.conversation import Conversation, read_messages, read_tools
-from lean_laguna.server.errors import bad_request
-from lean_laguna.server.output_format import structured_outputs
+from lean_laguna.server.conversation import Conversation, check_template_kwargs, read_messages, read_tools
+from lean_laguna.server.errors import bad_request, called
+from lean_laguna.server.output_format import output_names, structured_outputs
 from lean_laguna.server.reply_parser import ReplyParser
 from lean_laguna.server.reply_reasoning import ReasoningCounter, has_line_layout
 from lean_laguna.server.sampling import draft_length, sampling_params
@@ -24,6 +24,7 @@ from lean_laguna.server.stream import Prompt
 from lean_laguna.server.tool_grammar import forced_calls
 
 _MANY_MESSAGES = 200
+_BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 _MARKUP = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")
 
 
@@ -35,11 +36,13 @@ class ChatJob:
         rendered: The prompt's text.
         prompt: For the engine.
         tools: The functions that the reply may call.
+        names: Our names of fields to the client's, for errors.
     """
 
     rendered: str
     prompt: Prompt
     tools: list[dict[str, Any]]
+    names: Mapping[str, str]
 
     def parser(self, config: ServerConfig) -> ReplyParser | None:
         """Return the parser of one completion; None where parsing is turned off."""
@@ -61,15 +64,31 @@ async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:
         RequestError: The same.
     """
     rendered, tools = await rendered_chat(service, body)
-    ids = await service.encode_prompt(
-        rendered,
-        _asked(body),
-        "messages",
-        add_special_tokens=bool(body.add_special_tokens),
-        truncate=body.truncate_prompt_tokens,
-    )
-    params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
-    return ChatJob(rendered, Prompt(ids, params, rendered, draft_length(body.speculative)), tools)
+    with called(_names(body)):
+        ids = await service.encode_prompt(
+            rendered,
+            _asked(body),
+            "messages",
+            add_special_tokens=bool(body.add_special_tokens),
+            truncate=body.truncate_prompt_tokens,
+        )
+        params = _params(service, body, len(ids), required_output(service, body, rendered, tools))
+    is_forced = body.tool_choice not in (None, "auto", "none")
+    names = {"structured_outputs": "tools"} if is_forced else output_names(body)
+    prompt = Prompt(ids, params, rendered, draft_length(body.speculative))
+    return ChatJob(rendered, prompt, tools, names)
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    """Return what errors must call the sampling fields that a chat request spells differently."""
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    for name in _BUDGETS:
+        if getattr(body, name) is not None:
+            names["thinking_token_budget"] = name
+            break
+    return names
 
 
 async def rendered_chat(service: Service, body: ChatRequest) -> tuple[str, list[dict[str, Any]]]:
@@ -143,10 +162,7 @@ def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
         kwargs["enable_thinking"] = body.reasoning_effort != "none"
         kwargs["reasoning_effort"] = body.reasoning_effort
     given: Mapping[str, Any] = body.chat_template_kwargs or {}
-    reserved = ("messages", "tools", "documents", "add_generation_prompt")
-    for key in reserved:
-        if key in given:
-            raise bad_request(f"chat_template_kwargs must not set '{key}'", f"chat_template_kwargs.{key}")
+    check_template_kwargs(given)
     return {**kwargs, **given}
 
 
@@ -156,8 +172,7 @@ def thinking_budget(body: ChatRequest) -> int | None:
     Raises:
         ApiError: 400, two names say different things.
     """
-    names = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
-    found = {name: value for name in names if (value := getattr(body, name)) is not None}
+    found = {name: value for name in _BUDGETS if (value := getattr(body, name)) is not None}
     if len(set(found.values())) > 1:
         raise bad_request(f"{' and '.join(found)} say different budgets", next(iter(found)))
     return next(iter(found.values()), None)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lean_laguna.core.errors import RequestError
 from lean_laguna.server import logprobs as shapes
 from lean_laguna.server.errors import bad_request
-from lean_laguna.server.output_format import structured_outputs
+from lean_laguna.server.output_format import output_names, structured_outputs
 from lean_laguna.server.sampling import draft_length, sampling_params
 from lean_laguna.server.schemas import CompletionRequest
 from lean_laguna.server.sending import DONE, JSON, EventStream, data, until_gone
@@ -28,7 +28,7 @@ async def completions(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, CompletionRequest)
     job = await _prepare(service, body)
-    stream = await service.submit(job.prompts)
+    stream = await service.submit(job.prompts, output_names(body))
     reply = _Reply(service, job, stream)
 
     def leave() -> None:

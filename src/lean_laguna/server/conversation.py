@@ -17,10 +17,22 @@ from lean_laguna.server.history import REASONING_NAMES, past_messages
 from lean_laguna.server.reply_tool_calls import LONGEST_NAME
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "self")
 # What can be read back from where the model writes it.
 _NAME = re.compile(rf"(?=\S)[^<\x00-\x1f\x7f]{{1,{LONGEST_NAME}}}(?<=\S)")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THINKING_PARTS = ("thinking", "reasoning", "reasoning_text")
+
+
+def check_template_kwargs(given: Mapping[str, Any]) -> None:
+    """Refuse template arguments that have fields of their own, or could not be passed on.
+
+    Raises:
+        ApiError: 400, naming the argument.
+    """
+    for key in RESERVED_KWARGS:
+        if key in given:
+            raise bad_request(f"chat_template_kwargs must not set '{key}'", f"chat_template_kwargs.{key}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lean_laguna.core.errors import LeanLagunaError, RequestError
@@ -81,3 +84,45 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, LeanLagunaError):
         return bad_request(str(error))
     return ApiError(500, "the server failed on this request; its log has the details", code="internal_error")
+
+
+def field_in(names: Mapping[str, str], field: str) -> str:
+    """Return a field, or a part of one, under the name that the client gave it."""
+    for ours in sorted(names, key=len, reverse=True):
+        if field == ours or field.startswith((f"{ours}.", f"{ours}[")):
+            return names[ours] + field[len(ours) :]
+    return field
+
+
+def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """Return an error of a request that speaks of fields as the client wrote them; any other as it is.
+
+    Args:
+        error: What was raised.
+        names: Our names of fields to the client's. In a message a name that is an English word too is
+            replaced at its beginning only.
+    """
+    if not names or not isinstance(error, ApiError | RequestError):
+        return error
+    told = as_api_error(error)
+    words = [
+        re.escape(ours) if set("_[.") & set(ours) else rf"\A{re.escape(ours)}"
+        for ours in sorted(names, key=len, reverse=True)
+    ]
+    pattern = rf"(?<![\w.'\"])(?:{'|'.join(words)})(?!\w)"
+    message = re.sub(pattern, lambda found: names[found[0]], str(told))
+    param = None if told.param is None else field_in(names, told.param)
+    return ApiError(told.status, message, param=param, code=told.code)
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors raised within speak of fields as the client wrote them; see `renamed`.
+
+    Raises:
+        ApiError: In place of a RequestError, and of one with another name.
+    """
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        raise renamed(error, names) from None

@@ -33,7 +33,9 @@ async def generate(service: Service, request: Request) -> Response:
         max_tokens=service.max_tokens(asked, len(ids), "token_ids"),
         logprobs=sampling.logprobs,
     )
-    stream = await service.submit([Prompt(ids, params, None, draft_length(body.speculative))])
+    stream = await service.submit(
+        [Prompt(ids, params, None, draft_length(body.speculative))], {"prompt": "token_ids"}
+    )
     reply = _TokenReply(service, body, stream)
 
     def leave() -> None:

@@ -17,7 +17,7 @@ from lean_laguna.server.blocks import Block, Blocks, Change
 from lean_laguna.server.bodies import convert
 from lean_laguna.server.chat_job import ChatJob, prepare_chat, rendered_chat
 from lean_laguna.server.choice_reader import ChoiceReader
-from lean_laguna.server.errors import CONTEXT_LENGTH, ApiError
+from lean_laguna.server.errors import CONTEXT_LENGTH, ApiError, called, field_in
 from lean_laguna.server.messages_input import chat_fields
 from lean_laguna.server.schemas import ChatRequest, MessagesFields, MessagesRequest
 from lean_laguna.server.sending import JSON, EventStream, data, until_gone
@@ -30,9 +30,13 @@ _ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 async def messages(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, MessagesRequest)
-    chat = convert(chat_fields(body), ChatRequest)
-    job = await prepare_chat(service, chat)
-    stream = await service.submit([job.prompt])
+    fields, names = chat_fields(body)
+    with called(names):
+        chat = convert(fields, ChatRequest)
+        job = await prepare_chat(service, chat)
+    stream = await service.submit(
+        [job.prompt], {**names, **{ours: field_in(names, chats) for ours, chats in job.names.items()}}
+    )
     reply = _MessageReply(service, chat, job, stream)
 
     def leave() -> None:
@@ -50,7 +54,9 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a prompt without serving it."""
     body, headers = await service.body(request, MessagesFields)
-    rendered, _ = await rendered_chat(service, convert(chat_fields(body), ChatRequest))
+    fields, names = chat_fields(body)
+    with called(names):
+        rendered, _ = await rendered_chat(service, convert(fields, ChatRequest))
     return JSON({"input_tokens": len(await service.encode(rendered))}, headers=headers)
 
 

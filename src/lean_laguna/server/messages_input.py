@@ -11,13 +11,22 @@ from lean_laguna.server.schemas import MessagesFields, MessagesRequest
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_fields(body: MessagesFields) -> dict[str, Any]:
-    """Return the fields of a ``ChatRequest``.
+_NAMES = {
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+
+def chat_fields(body: MessagesFields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a ``ChatRequest``, and under which names errors must speak of them.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    fields: dict[str, Any] = {"messages": _messages(body)}
+    names = dict(_NAMES)
+    fields: dict[str, Any] = {"messages": _messages(body, names)}
     kwargs = dict(body.chat_template_kwargs or {})
     if body.tools:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
@@ -39,18 +48,21 @@ def chat_fields(body: MessagesFields) -> dict[str, Any]:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "speculative")
         fields |= {name: value for name in same if (value := getattr(body, name)) is not None}
         fields["stop"] = body.stop_sequences
-    return fields
+    return fields, names
 
 
-def _messages(body: MessagesFields) -> list[dict[str, Any]]:
+def _messages(body: MessagesFields, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the messages, and add to ``names`` where each of them came from."""
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": body.system})
+        names |= {"messages[0].content": "system", "messages[0]": "system"}
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         content, role = message.get("content"), message.get("role")
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role must be user or assistant, found {role!r:.100}", f"{where}.role")
+        names[f"messages[{len(found)}]"] = where
         if isinstance(content, str):
             found.append({"role": role, "content": content})
         elif not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
@@ -58,7 +70,9 @@ def _messages(body: MessagesFields) -> list[dict[str, Any]]:
         elif role == "assistant":
             found.append(_assistant(content, f"{where}.content"))
         else:
-            found += _user(role, content, f"{where}.content")
+            for message, place in _user(role, content, f"{where}.content"):
+                names[f"messages[{len(found)}]"] = place
+                found.append(message)
     return found
 
 
@@ -84,22 +98,27 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
     return message
 
 
-def _user(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return tool results as messages of their own, in place, and texts between them as the user's."""
-    found: list[dict[str, Any]] = []
+def _user(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[tuple[dict[str, Any], str]]:
+    """Return tool results as messages of their own, in place, and texts between them as the user's.
+
+    Beside each stands the block that it came from, or that it began with.
+    """
+    if not blocks:
+        raise bad_request(f"{where} must hold at least one block", where)
+    found: list[tuple[dict[str, Any], str]] = []
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
         match block.get("type"):
             case "text":
                 text = _text(block, "text", place)
-                if found and found[-1]["role"] == role:
-                    found[-1]["content"] += "\n" + text
+                if found and found[-1][0]["role"] == role:
+                    found[-1][0]["content"] += "\n" + text
                 else:
-                    found.append({"role": role, "content": text})
+                    found.append(({"role": role, "content": text}, place))
             case "tool_result":
                 content = block.get("content")
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                found.append({**result, "content": "" if content is None else content})
+                found.append(({**result, "content": "" if content is None else content}, place))
             case other:
                 raise _unknown(other, place)
     return found

@@ -17,7 +17,7 @@ from lean_laguna.server.blocks import Block, Blocks, Change
 from lean_laguna.server.bodies import convert
 from lean_laguna.server.chat_job import ChatJob, prepare_chat
 from lean_laguna.server.choice_reader import ChoiceReader
-from lean_laguna.server.errors import ApiError
+from lean_laguna.server.errors import ApiError, called, field_in
 from lean_laguna.server.responses_input import chat_fields
 from lean_laguna.server.schemas import ChatRequest, ResponsesRequest
 from lean_laguna.server.sending import JSON, EventStream, data, until_gone
@@ -28,9 +28,13 @@ from lean_laguna.server.stream import Stream
 async def responses(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, ResponsesRequest)
-    chat = convert(chat_fields(body), ChatRequest)
-    job = await prepare_chat(service, chat)
-    stream = await service.submit([job.prompt])
+    fields, names = chat_fields(body)
+    with called(names):
+        chat = convert(fields, ChatRequest)
+        job = await prepare_chat(service, chat)
+    stream = await service.submit(
+        [job.prompt], {**names, **{ours: field_in(names, chats) for ours, chats in job.names.items()}}
+    )
     reply = _ResponseReply(service, body, chat, job, stream)
 
     def leave() -> None:

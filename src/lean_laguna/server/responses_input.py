@@ -8,20 +8,31 @@ from typing import Any
 from lean_laguna.server.errors import bad_request
 from lean_laguna.server.schemas import ResponsesRequest
 
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
 
-def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields of a ``ChatRequest``.
+
+def chat_fields(body: ResponsesRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a ``ChatRequest``, and under which names errors must speak of them.
 
     Raises:
         ApiError: 400, naming the field.
     """
     found: list[dict[str, Any]] = []
+    names = dict(_NAMES)
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
+        names |= {"messages[0].content": "instructions", "messages[0]": "instructions"}
     if isinstance(body.input, str):
+        names |= {f"messages[{len(found)}].content": "input", f"messages[{len(found)}]": "input"}
         found.append({"role": "user", "content": body.input})
     else:
-        found += _messages(body.input)
+        _add_messages(body.input, found, names)
     fields: dict[str, Any] = {"messages": found, "max_tokens": body.max_output_tokens}
     same = ("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "speculative")
     given = {name: getattr(body, name) for name in (*same, "chat_template_kwargs")}
@@ -34,27 +45,34 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
         fields["reasoning_effort"] = (body.reasoning or {})["effort"]
     if (body.text or {}).get("format") is not None:
         fields["response_format"] = _response_format((body.text or {})["format"])
-    return fields
+    return fields, names
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages; thinking, text and calls that follow each other are one turn of the assistant."""
-    found: list[dict[str, Any]] = []
+def _add_messages(
+    items: Sequence[Mapping[str, Any]], found: list[dict[str, Any]], names: dict[str, str]
+) -> None:
+    """Add messages to ``found``, and to ``names`` the item that each of them came from or began with.
+
+    Thinking, text and calls that follow each other are one turn of the assistant.
+    """
     for i, item in enumerate(items):
         where = f"input[{i}]"
+        place = f"messages[{len(found)}]"  # where the item begins a message
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
             found.append({"role": item.get("role"), "content": item.get("content")})
+            names[place] = where
         elif kind == "function_call_output":
             output = item.get("output")
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            names |= {place: where, f"{place}.content": f"{where}.output"}
         elif kind in ("message", "reasoning", "function_call"):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
+                names[place] = where
             _add_to_turn(found[-1], kind, item, where)
         else:
             raise bad_request(f"{where}: items of type {kind!r:.100} are not served here", where)
-    return found
 
 
 def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], where: str) -> None:

@@ -53,7 +53,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], on_gone: Callable[[], None]) -> T:
-    """Await ``work``; where the client leaves first, call ``on_gone`` and let the work come to its end.
+    """Await ``work``; where it does not come to its end, call ``on_gone``: nobody reads the rest.
+
+    Args:
+        request: Tells when the client leaves; the work is cancelled then.
+        work: Makes the response.
+        on_gone: Drops what the work was reading.
 
     Raises:
         ClientGoneError: It left.
@@ -65,10 +70,12 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T], on_gone: Ca
         if not task.done():
             raise ClientGoneError
         return task.result()
+    except BaseException:  # a fault of ours on the way is no reason to go on computing either
+        on_gone()
+        raise
     finally:
         watch.cancel()
         if not task.done():
-            on_gone()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
@@ -93,7 +100,6 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end or the client is gone."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         watch = asyncio.ensure_future(_gone(receive))
         task = asyncio.ensure_future(self._send_all(send))
         try:
@@ -107,7 +113,9 @@ class EventStream(Response):
             self.on_gone()
 
     async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
+            await send(start)
             async for event in self.events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except OSError:  # how a server says that the client has gone

@@ -46,6 +46,7 @@ class Service:
         self.is_stopping = False
         self.gate = asyncio.Event()
         self.gate.set()
+        self._num_held = 0  # completions at the gate
         self.weights_version = "1"
         self._num_updates = 1
         self._defaults: dict[str, Any] | None = None
@@ -217,23 +218,33 @@ class Service:
                 "n",
             )
 
-    async def submit(self, prompts: Sequence[Prompt]) -> Stream:
-        """Hand a request to the engine.
+    async def submit(self, prompts: Sequence[Prompt], names: Mapping[str, str] | None = None) -> Stream:
+        """Hand a request to the engine, once the gate is open.
+
+        Args:
+            prompts: What is asked.
+            names: Our names of fields to the client's, for errors.
 
         Raises:
-            ApiError: 429, too many wait; 400, it alone is more than may wait.
+            ApiError: 429, too many wait; 400, it alone is more than may wait; 503, the server stops.
             RequestError: It can never be served.
         """
-        stream = Stream(list(prompts))
+        stream = Stream(list(prompts), names)
         self.check_count(stream.num_seqs)
-        limit = self.max_live_seqs
-        if self.engine.num_live_seqs + stream.num_seqs > limit:
+        # Those at the gate count too: it lets all of them in at once.
+        num_live, limit = self.engine.num_live_seqs + self._num_held, self.max_live_seqs
+        if num_live + stream.num_seqs > limit:
             raise ApiError(
                 429,
-                f"{self.engine.num_live_seqs} completions run or wait, and at most {limit} may; try again",
+                f"{num_live} completions run or wait, and at most {limit} may; try again",
                 code="queue_full",
             )
-        await self.gate.wait()
+        self._num_held += stream.num_seqs
+        try:
+            await self.gate.wait()
+            _ = self.llm  # the server may have been told to stop meanwhile
+        finally:
+            self._num_held -= stream.num_seqs
         try:
             await self.engine.submit(stream)
         except asyncio.CancelledError:

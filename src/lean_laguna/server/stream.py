@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lean_laguna.core.types import Logprob, RequestOutput, SamplingParams
 from lean_laguna.engine.output import CompletionDelta, TokenLogprobs
 from lean_laguna.engine.sequence import RequestState
+from lean_laguna.server.errors import renamed
 
 __all__ = ["Delta", "Logprob", "Prompt", "Stream", "TokenLogprobs"]
 
@@ -70,10 +72,11 @@ class Stream:
         prompts: What was asked.
         states: Per prompt, the engine's request, once accepted.
         outputs: Per prompt, the whole output, once finished.
+        names: Our names of fields to the client's, for errors.
     """
 
-    def __init__(self, prompts: list[Prompt]):
-        self.prompts = prompts
+    def __init__(self, prompts: list[Prompt], names: Mapping[str, str] | None = None):
+        self.prompts, self.names = prompts, names or {}
         self.states: list[RequestState] = []
         self.outputs: dict[int, RequestOutput] = {}
         self.num_seqs = sum(prompt.params.n for prompt in prompts)
@@ -109,7 +112,7 @@ class Stream:
             if taken:
                 return list(taken.values())
             if self._failure is not None:
-                raise self._failure
+                raise renamed(self._failure, self.names)
             if self._is_done:
                 return []
             self._news.clear()
@@ -126,7 +129,7 @@ class Stream:
         if error is None:
             self._accepted.set_result(None)
         else:
-            self._accepted.set_exception(error)
+            self._accepted.set_exception(renamed(error, self.names))
 
     # --- engine thread
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from lean_laguna.server.conversation import Conversation, read_messages, read_tools
+from lean_laguna.server.conversation import Conversation, check_template_kwargs, read_messages, read_tools
 from lean_laguna.server.errors import ApiError, bad_request
 from lean_laguna.server.metrics import CONTENT_TYPE
 from lean_laguna.server.schemas import DetokenizeRequest, TokenizeRequest
@@ -73,6 +73,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either 'prompt' or 'messages'", "prompt")
     if body.messages is not None:
+        check_template_kwargs(body.chat_template_kwargs or {})
         kwargs = {**service.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
         conversation = Conversation(read_messages(body.messages), read_tools(body.tools), kwargs)
         text = conversation.render(

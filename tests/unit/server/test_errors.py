@@ -1,7 +1,14 @@
 import pytest
 
 from lean_laguna.core.errors import CheckpointError, RequestError
-from lean_laguna.server.errors import LONGEST_MESSAGE, ApiError, as_api_error, context_length_error
+from lean_laguna.server.errors import (
+    LONGEST_MESSAGE,
+    ApiError,
+    as_api_error,
+    called,
+    context_length_error,
+    renamed,
+)
 from lean_laguna.server.messages_api import error_body
 
 
@@ -49,3 +56,27 @@ def test_a_message_never_repeats_a_whole_body(make):
     assert str(told).startswith("unknown field 'x")
     assert str(told).endswith("did you mean 'y'?")
     assert len(told.param or "") <= 200
+
+
+def test_an_error_speaks_of_fields_as_the_client_wrote_them():
+    names = {"stop": "stop_sequences", "a_b": "x", "a_b.json": "x.schema", "messages[1]": "input[0]"}
+    cases = {
+        ("stop must hold texts, found 'a_b' to stop", "stop"): (
+            "stop_sequences must hold texts, found 'a_b' to stop",
+            "stop_sequences",
+        ),
+        ("no token that a_b can begin with", "other"): ("no token that x can begin with", "other"),
+        ("a_b.json is no JSON", "a_b.json"): ("x.schema is no JSON", "x.schema"),
+        ("messages[1].content is missing", "messages[1].content"): (
+            "input[0].content is missing",
+            "input[0].content",
+        ),
+        ("messages[10] of a_bc", "messages[10]"): ("messages[10] of a_bc", "messages[10]"),
+    }
+    for (message, param), expected in cases.items():
+        with pytest.raises(ApiError) as caught, called(names):
+            raise RequestError(message, param=param, code="c")
+        assert (str(caught.value), caught.value.param) == expected
+        assert (caught.value.status, caught.value.code) == (400, "c")
+    fault = KeyError("stop")
+    assert renamed(fault, names) is fault

@@ -1,13 +1,13 @@
 import pytest
 
 from lean_laguna.server.bodies import convert
-from lean_laguna.server.errors import ApiError
+from lean_laguna.server.errors import ApiError, field_in
 from lean_laguna.server.messages_input import chat_fields
 from lean_laguna.server.schemas import ChatRequest, MessagesRequest
 
 
 def fields_of(**body):
-    fields = chat_fields(convert({"messages": [], "max_tokens": 5, **body}, MessagesRequest))
+    fields, _ = chat_fields(convert({"messages": [], "max_tokens": 5, **body}, MessagesRequest))
     convert(fields, ChatRequest)  # it is a chat request
     return fields
 
@@ -80,3 +80,24 @@ def test_what_is_not_served_is_named(body, param):
     with pytest.raises(ApiError) as caught:
         fields_of(**body)
     assert caught.value.param == param
+
+
+def test_errors_learn_where_a_message_came_from():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "4"}
+    content = [{"type": "text", "text": "a"}, result, {"type": "text", "text": "b"}]
+    messages = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": content}]
+    body = {"messages": messages, "max_tokens": 5, "system": "be good"}
+    fields, names = chat_fields(convert(body, MessagesRequest))
+    assert [field_in(names, f"messages[{i}].content") for i in range(len(fields["messages"]))] == [
+        "system",
+        "messages[0].content",
+        "messages[1].content[0].content",
+        "messages[1].content[1].content",
+        "messages[1].content[2].content",
+    ]
+    assert field_in(names, "response_format.json_schema.schema") == "output_config.format.schema"
+
+
+def test_a_message_without_blocks_is_not_dropped_in_silence():
+    with pytest.raises(ApiError, match=r"messages\[0\].content must hold at least one block"):
+        fields_of(messages=[{"role": "user", "content": []}])

@@ -1,13 +1,13 @@
 import pytest
 
 from lean_laguna.server.bodies import convert
-from lean_laguna.server.errors import ApiError
+from lean_laguna.server.errors import ApiError, field_in
 from lean_laguna.server.responses_input import chat_fields
 from lean_laguna.server.schemas import ChatRequest, ResponsesRequest
 
 
 def fields_of(**body):
-    fields = chat_fields(convert({"input": "hi", **body}, ResponsesRequest))
+    fields, _ = chat_fields(convert({"input": "hi", **body}, ResponsesRequest))
     convert(fields, ChatRequest)
     return fields
 
@@ -56,3 +56,18 @@ def test_what_is_not_served_is_named(body, param):
     with pytest.raises(ApiError) as caught:
         fields_of(**body)
     assert caught.value.param == param
+
+
+def test_errors_learn_where_a_message_came_from():
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "ls", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "a.py"},
+    ]
+    body = {"input": items, "instructions": "be good"}
+    _, names = chat_fields(convert(body, ResponsesRequest))
+    places = ["instructions", "input[0].content", "input[1].content", "input[3].output"]
+    assert [field_in(names, f"messages[{i}].content") for i in range(4)] == places
+    _, names = chat_fields(convert({"input": "hi"}, ResponsesRequest))
+    assert field_in(names, "messages[0].content") == field_in(names, "messages") == "input"

@@ -96,5 +96,31 @@ def test_work_is_awaited_or_dropped_when_the_client_leaves():
     asyncio.run(scenario())
 
 
+def test_a_fault_while_the_answer_is_put_together_drops_what_it_was_reading():
+    async def scenario():
+        async def broken():
+            raise KeyError("a fault of ours")
+
+        client, told = Client(), []
+        with pytest.raises(KeyError):
+            await until_gone(Request({"type": "http"}, client.receive), broken(), lambda: told.append(True))
+        assert told == [True]
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_whose_first_word_cannot_be_sent_drops_its_request():
+    async def scenario():
+        async def send(message):
+            raise OSError("the client is gone")
+
+        client, ended = Client(), []
+        stream = EventStream(forever(client, -1), lambda: ended.append(True))
+        await asyncio.wait_for(stream({}, client.receive, send), 10)
+        assert ended == [True]
+
+    asyncio.run(scenario())
+
+
 def test_json_has_no_infinities_in_it():
     assert JSON({"a": float("inf"), "b": [1, "é"]}).body == '{"a":null,"b":[1,"é"]}'.encode()
