@@ -15,6 +15,7 @@ from lean_laguna.quant.config import compile_target
 from lean_laguna.quant.scheme import FP8_BLOCK, FP8_CHANNEL, NVFP4, Activations, WeightScheme, packed_integer
 
 DEFAULT_GROUP = 128
+_USUAL_SIZES = (128, 64, 32, 16, 8)  # of groups
 SCHEMES = ("nvfp4", "fp8-block", "fp8-channel", "int8", "int4")
 
 
@@ -107,6 +108,11 @@ def check_schemes(schemes: Mapping[str, WeightScheme], source: Source) -> None:
     """
     for module, scheme in schemes.items():
         _check(module, scheme, source)
+        try:
+            scheme.tensors(*source.shapes[module])
+        except ConfigError as error:
+            hint = _fitting_words(scheme, schemes, source)
+            raise ConfigError(f"{source.path}: '{module}': {error}{hint}") from None
 
 
 def like_schemes(source: Source, model: Source) -> tuple[dict[str, WeightScheme], list[str]]:
@@ -194,7 +200,13 @@ def _check(module: str, scheme: WeightScheme, source: Source) -> None:
         raise ConfigError(f"{source.path}: '{module}' has type {kind}; expected {' or '.join(FLOATS)}")
     if scheme.strategy == "tensor" and scheme.number == "int":
         raise ConfigError(f"{source.path}: '{module}': {scheme.name} is read, not written")
-    try:
-        scheme.tensors(*source.shapes[module])
-    except ConfigError as error:
-        raise ConfigError(f"{source.path}: '{module}': {error}") from None
+
+
+def _fitting_words(scheme: WeightScheme, schemes: Mapping[str, WeightScheme], source: Source) -> str:
+    """Say which schemes of integers fit all weights that one scheme was meant for; empty where none does."""
+    columns = [source.shapes[module][1] for module, other in schemes.items() if other == scheme]
+    sizes = [size for size in _USUAL_SIZES if all(count % size == 0 for count in columns)]
+    if scheme.number != "int" or not sizes:
+        return ""
+    words = " or ".join(f"--scheme int{scheme.num_bits}:{size}" for size in sizes[:2])
+    return f"; {words} fits all {len(columns):,} weights that were to be stored so"

@@ -95,6 +95,13 @@ def test_a_group_that_does_not_divide_a_weight_names_it(source: Source) -> None:
         make_plan(source, group_rules("experts", parse_scheme("int4")))
 
 
+def test_it_names_a_group_size_that_fits_all_of_them(source: Source) -> None:
+    rules = group_rules("experts", parse_scheme("int8:96"))
+    with pytest.raises(ConfigError, match=r"; --scheme int8:16 or --scheme int8:8 fits all 81 weights"):
+        make_plan(source, rules)
+    make_plan(source, group_rules("experts", parse_scheme("int8:16")))
+
+
 def test_rules_that_keep_everything_are_an_error(source: Source) -> None:
     with pytest.raises(ConfigError, match="leave everything as it is"):
         make_plan(source, [Rule("attention", None)])
