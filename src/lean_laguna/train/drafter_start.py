@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lean_laguna.core.drafter_config import DFlashConfig
-from lean_laguna.core.errors import ConfigError, nearest
+from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.dflash import DFlashDrafter
@@ -30,7 +30,7 @@ def check_start(recipe: DrafterRecipe, target: LagunaConfig, where: str) -> DFla
 
     Raises:
         ConfigError: The recipe's drafter does not fit the target, the warm start does not fit the recipe, or
-            a word in the recipe is not one of those known.
+            blocks or evaluation do not fit the drafter.
     """
     config = DFlashConfig.from_dict(recipe.model, where)
     config.check_target(target, where)
@@ -41,17 +41,15 @@ def check_start(recipe: DrafterRecipe, target: LagunaConfig, where: str) -> DFla
         )
     if recipe.terms.confidence > 0 and (config.dspark is None or not config.dspark.has_confidence):
         raise ConfigError(f"{where}: 'terms.confidence' is set, but the drafter has no confidence head")
-    for name, value, accepted in (
-        ("loss", recipe.loss, ("decay", "dpace")),
-        ("attention", recipe.attention, ("auto", "dense", "sdpa", "flex")),
-        ("terms.confidence_target", recipe.terms.confidence_target, ("overlap", "coupled", "greedy")),
-        ("optimizer.kind", recipe.optimizer.kind, ("adamw", "muon")),
-        ("optimizer.shape", recipe.optimizer.shape, ("wsd", "cosine")),
-    ):
-        if value not in accepted:
-            raise ConfigError(
-                f"{where}: '{name}' is {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}"
-            )
+    if recipe.short_block <= config.first_slot:
+        raise ConfigError(
+            f"{where}: 'short_block' is {recipe.short_block}, which leaves no draft; 2 is the least"
+        )
+    if recipe.num_eval_draft_tokens > config.max_draft_tokens:
+        raise ConfigError(
+            f"{where}: 'num_eval_draft_tokens' is {recipe.num_eval_draft_tokens}, and this drafter makes "
+            f"{config.max_draft_tokens} drafts at most"
+        )
     if recipe.warm_start:
         source = DFlashConfig.from_file(resolve_model(recipe.warm_start))
         source.check_target(target, recipe.warm_start)

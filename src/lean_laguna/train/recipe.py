@@ -6,15 +6,39 @@ A recipe is resolved once, logged whole, and never mutated. An unknown key is an
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lean_laguna.core.errors import ConfigError, reject_unknown
+from lean_laguna.core.errors import ConfigError, nearest, reject_unknown
 
 R = TypeVar("R")
+# What values may be, by key; every number is finite and not negative.
+_WORDS = {
+    "kind": ("adamw", "muon"),
+    "shape": ("wsd", "cosine"),
+    "loss": ("decay", "dpace"),
+    "attention": ("auto", "dense", "sdpa", "flex"),
+    "confidence_target": ("overlap", "coupled", "greedy"),
+}
+_FROM_ONE = frozenset(
+    """
+    seq_len batch_rows val_tokens num_sequences length min_prefix max_prefix batch eval_sequences accumulate
+    anchors short_block num_eval_draft_tokens log_every min_supervised ngram max_bytes_per_distribution
+    sample_bytes
+    """.split()
+)
+_ABOVE_ZERO = frozenset("lr clip loss_decay epochs LossTerms.temperature".split())
+_SHARES = frozenset(
+    """
+    max_test_share max_line_overlap chat_share start_share greedy_share held_out_share warmup decay final_lr
+    bias_stop dpace_alpha betas
+    """.split()
+)
+_LARGEST_TOKENIZER = 1 << 16  # tokens are kept in two bytes
 
 
 @dataclass(frozen=True)
@@ -267,11 +291,41 @@ def build_recipe(kind: type[R], raw: dict[str, Any], where: str) -> R:
     for name, field in fields.items():
         if name in raw:
             values[name] = _convert(hints[name], raw[name], f"{where}: '{name}'")
+            _check_value(kind.__name__, name, values[name], where)
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = build_recipe(typing.cast(Any, hints[name]), {}, f"{where}: '{name}'")
         elif field.default is dataclasses.MISSING:
             raise ConfigError(f"{where}: missing key '{name}'")
-    return kind(**values)
+    built = kind(**values)
+    if isinstance(built, SelfgenRecipe) and not built.min_prefix <= built.max_prefix < built.length:
+        raise ConfigError(
+            f"{where}: 'min_prefix', 'max_prefix' and 'length' are {built.min_prefix}, {built.max_prefix} "
+            f"and {built.length}; expected the first at most the second, and that below the third"
+        )
+    return built
+
+
+def _check_value(kind: str, name: str, value: Any, where: str) -> None:
+    """Refuse a word that nothing knows, and a number from which nothing could be trained."""
+    said = f"{where}: '{name}' is {value!r}"
+    words = _WORDS.get(name)
+    if words is not None and value not in words:
+        raise ConfigError(f"{said}{nearest(value, words)}; accepted: {', '.join(words)}")
+    if name == "betas" and len(value) != 2:
+        raise ConfigError(f"{said}; two numbers are expected")
+    if name == "vocab_size" and value > _LARGEST_TOKENIZER:
+        raise ConfigError(f"{said}; at most {_LARGEST_TOKENIZER} is expected")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if name in _FROM_ONE and number < 1:
+            raise ConfigError(f"{said}; a whole number from 1 is expected")
+        if (name in _ABOVE_ZERO or f"{kind}.{name}" in _ABOVE_ZERO) and not 0 < number < math.inf:
+            raise ConfigError(f"{said}; a number above 0 is expected")
+        if name in _SHARES and not 0 <= number <= 1:
+            raise ConfigError(f"{said}; a number from 0 to 1 is expected")
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"{said}; a finite number from 0 on is expected")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

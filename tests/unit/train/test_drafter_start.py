@@ -7,7 +7,7 @@ from lean_laguna.core.errors import ConfigError
 from lean_laguna.models.drafter_checkpoint import save_drafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.train.drafter_start import build_drafter, check_start
-from lean_laguna.train.recipe import LossTerms, OptimizerRecipe
+from lean_laguna.train.recipe import LossTerms
 from lean_laguna.train.target import build_target
 from support.training import DRAFTER_MODEL, drafter_recipe, target_recipe
 
@@ -77,13 +77,13 @@ def test_a_confidence_term_needs_its_head(target):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "dpase"}, "'loss' is 'dpase'; did you mean 'dpace'"),
-        ({"attention": "flash"}, "'attention' is 'flash'"),
-        ({"terms": LossTerms(confidence_target="argmax")}, "accepted: overlap, coupled, greedy"),
-        ({"optimizer": OptimizerRecipe(kind="adam")}, "'optimizer.kind' is 'adam'"),
-        ({"optimizer": OptimizerRecipe(shape="linear")}, "accepted: wsd, cosine"),
+        ({"short_block": 1}, "'short_block' is 1, which leaves no draft; 2 is the least"),
+        (
+            {"num_eval_draft_tokens": 6},
+            "'num_eval_draft_tokens' is 6, and this drafter makes 5 drafts at most",
+        ),
     ],
 )
-def test_a_word_that_nothing_knows_is_refused(target, changes, message):
+def test_blocks_and_evaluation_that_do_not_fit_the_drafter_are_refused(target, changes, message):
     with pytest.raises(ConfigError, match=message):
-        check_start(dataclasses.replace(drafter_recipe(), **changes), target.config, "test")
+        check_start(drafter_recipe(**changes), target.config, "test")

@@ -41,6 +41,45 @@ def test_a_wrong_type_is_named():
         build_recipe(CorpusRecipe, {"requirements": [], "held_out": [], "include_stdlib": 1}, "recipe")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "dpase"}, "'loss' is 'dpase'; did you mean 'dpace'"),
+        ({"attention": "flash"}, "'attention' is 'flash'.*accepted: auto, dense, sdpa, flex"),
+        ({"terms": {"confidence_target": "argmax"}}, "'terms': .*accepted: overlap, coupled, greedy"),
+        ({"optimizer": {"kind": "adam"}}, "'optimizer': 'kind' is 'adam'; did you mean 'adamw'"),
+        ({"optimizer": {"shape": "linear"}}, "'optimizer': 'shape' is 'linear'.*accepted: wsd, cosine"),
+        ({"accumulate": 0}, "'accumulate' is 0; a whole number from 1 is expected"),
+        ({"log_every": 0}, "'log_every' is 0; a whole number from 1"),
+        ({"loss_decay": 0.0}, r"'loss_decay' is 0\.0; a number above 0"),
+        ({"optimizer": {"lr": float("nan")}}, "'optimizer': 'lr' is nan; a number above 0"),
+        ({"optimizer": {"warmup": 4}}, r"'optimizer': 'warmup' is 4\.0; a number from 0 to 1"),
+        ({"optimizer": {"betas": [0.9]}}, r"'betas' is \(0\.9,\); two numbers are expected"),
+        ({"terms": {"l1": -0.9}}, r"'terms': 'l1' is -0\.9; a finite number from 0 on"),
+        ({"terms": {"temperature": 0.0}}, r"'terms': 'temperature' is 0\.0; a number above 0"),
+        ({"save_every_s": float("inf")}, "'save_every_s' is inf; a finite number from 0 on"),
+        (
+            {"selfgen": {"min_prefix": 65}},
+            "'selfgen': 'min_prefix', 'max_prefix' and 'length' are 65, 64 and 320",
+        ),
+    ],
+)
+def test_a_value_from_which_nothing_can_be_trained_is_refused_as_it_is_read(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(DrafterRecipe, {"model": {}} | changes, "recipe")
+
+
+def test_greedy_text_and_tokens_of_two_bytes_are_the_limits():
+    assert (
+        build_recipe(DrafterRecipe, {"model": {}, "selfgen": {"temperature": 0}}, "x").selfgen.temperature
+        == 0
+    )
+    pins = {"requirements": [], "held_out": []}
+    assert build_recipe(CorpusRecipe, pins | {"tokenizer": {"vocab_size": 1 << 16}}, "x")
+    with pytest.raises(ConfigError, match="'tokenizer': 'vocab_size' is 65537; at most 65536"):
+        build_recipe(CorpusRecipe, pins | {"tokenizer": {"vocab_size": (1 << 16) + 1}}, "x")
+
+
 def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match="missing key 'model'"):
         build_recipe(TargetRecipe, {}, "recipe")
