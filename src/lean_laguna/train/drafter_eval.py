@@ -83,7 +83,7 @@ def evaluate_documents(
     Args:
         drafter: The network.
         target: Its target.
-        documents: At least one, whose last tokens the target wrote.
+        documents: At least one, in each of which the target wrote something.
         num_draft_tokens: G.
 
     Returns:
@@ -105,12 +105,16 @@ def evaluate_documents(
 
 
 def document_text(document: Document, target: LagunaForCausalLM) -> Generated:
-    """Return a document's last answer as text to evaluate on; greedy where its noise is not known."""
-    unwritten = (~document.written).nonzero()
+    """Return a document's last answer as text to evaluate on; greedy where its noise is not known.
+
+    What follows the answer, such as a template's line break after a turn, is left out.
+    """
+    end = int(document.written.nonzero()[-1]) + 1
+    unwritten = (~document.written[:end]).nonzero()
     prefix = int(unwritten[-1]) + 1 if len(unwritten) else 1
     known = document.seed is not None and document.temperature is not None
     return Generated(
-        document.tokens[None].to(target.lm_head.weight.device),
+        document.tokens[None, :end].to(target.lm_head.weight.device),
         torch.tensor([prefix]),
         (document.temperature or 0.0) if known else 0.0,
         0,

@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from lean_laguna.train.dataset import load_tokens
-from lean_laguna.train.drafter_eval import evaluate, evaluate_argmax, evaluate_further, evaluate_kinds
+from lean_laguna.train.documents import Document
+from lean_laguna.train.drafter_eval import (
+    document_text,
+    evaluate,
+    evaluate_argmax,
+    evaluate_documents,
+    evaluate_further,
+    evaluate_kinds,
+)
 from lean_laguna.train.drafter_start import build_drafter
 from lean_laguna.train.metrics import chain_counts
 from lean_laguna.train.selfgen import generate_held_out
@@ -61,3 +69,20 @@ def test_every_figure_has_its_place(pair):
         "sampled_argmax_ceiling_tau_chain",
         "sampled_argmax_ceiling_match",
     }
+
+
+def test_what_follows_the_last_answer_of_a_document_changes_nothing(pair):
+    drafter, target, held_out = pair
+    tokens = held_out["greedy"].tokens[0]
+    written = torch.arange(len(tokens)) >= 8
+    answer = Document("a", tokens, written)
+    rest = torch.tensor([5, 6], dtype=torch.int32)
+    followed = Document(
+        "b", torch.cat([tokens, rest]), torch.cat([written, torch.zeros(2, dtype=torch.bool)])
+    )
+    text = document_text(followed, target)
+    assert torch.equal(text.tokens[0], tokens)
+    assert text.prefix_lengths.tolist() == [8]
+    found = [evaluate_documents(drafter, target, [document], 3) for document in (answer, followed)]
+    assert found[0] == found[1]
+    assert found[0]["documents_tau_chain"] >= 1.0
