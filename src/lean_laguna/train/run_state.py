@@ -45,9 +45,12 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
             process is training there.
     """
     work.mkdir(parents=True, exist_ok=True)
-    if os.environ.get("RANK", "0") == "0":  # of several processes of one run, as torchrun counts them
+    # Of several processes of one run, as torchrun counts them, one changes files: another could remove what
+    # it is about to give its name.
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
         hold_folder(work)
-    remove_unfinished(work)
+        remove_unfinished(work)
     mine = json.loads(json.dumps(identity))
     has_state = (work / STATE).exists() and resume != "no"
     if resume == "yes" and not has_state:
@@ -63,7 +66,7 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
             f"'{work}' holds the state of another run: {_difference(theirs, mine)}; start anew with "
             "--resume no, or give another folder with --work"
         )
-    if resume == "no" or theirs != mine:
+    if is_first and (resume == "no" or theirs != mine):
         for name in (STATE, TEXT, IDENTITY):
             (work / name).unlink(missing_ok=True)
         atomic_write_json(work / IDENTITY, mine)

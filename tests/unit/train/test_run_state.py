@@ -42,6 +42,19 @@ def test_text_outlives_a_run_killed_before_its_first_state(work):
     assert not (work / TEXT).exists()
 
 
+@pytest.mark.parametrize("resume", ["auto", "no"])
+def test_one_of_several_processes_changes_files(work, monkeypatch, resume):
+    (work / STATE).unlink()
+    unfinished = work / ".run.json.x.tmp"  # the first process is writing it
+    unfinished.write_text("{")
+    before = (work / "run.json").read_bytes()
+    monkeypatch.setenv("RANK", "1")
+    assert not open_run(work, OTHER, resume)
+    assert unfinished.exists()
+    assert (work / TEXT).exists()
+    assert (work / "run.json").read_bytes() == before
+
+
 def test_insisting_on_a_state_needs_one(tmp_path):
     with pytest.raises(ConfigError, match="no state to go on from"):
         open_run(tmp_path / "empty", MINE, "yes")
