@@ -22,11 +22,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.core.files import atomic_write_text, atomic_writer
+from lean_laguna.core.files import atomic_write_text, atomic_writer, parse_json
 from lean_laguna.train.tokenizer import EOS_ID, chars_per_token, chat_document
 
 # lp/pb 1: the two bytes of a token are told apart; a large dictionary finds repeats across files.
 _XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 7, "dict_size": 1 << 27, "lc": 3, "lp": 1, "pb": 1}]
+_META_KEYS = ("tokens", "sha256", "vocab_size", "chars_per_token")
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> npt.NDArray[np.uint16]:
@@ -99,13 +100,20 @@ def load_meta(folder: Path) -> dict[str, Any]:
     """Read ``meta.json``.
 
     Raises:
-        DataError: It is missing.
+        DataError: It is missing or damaged.
     """
     try:
-        meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = parse_json((folder / "meta.json").read_bytes())
     except FileNotFoundError:
         raise DataError(f"'{folder}' has no meta.json; make it with: lean-laguna train corpus") from None
-    return meta
+    except (OSError, ValueError) as error:
+        raise DataError(f"'{folder / 'meta.json'}' is damaged: {error}") from None
+    lacking = [name for name in _META_KEYS if not isinstance(meta, dict) or name not in meta]
+    if lacking:
+        raise DataError(
+            f"'{folder / 'meta.json'}' lacks '{lacking[0]}'; make it anew with: lean-laguna train corpus"
+        )
+    return dict(meta)
 
 
 @dataclass(frozen=True)

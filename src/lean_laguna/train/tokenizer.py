@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lean_laguna.core.files import atomic_write_json, atomic_write_text
+
 # Ids and spellings as in the Laguna family (formats 1.3); all other ids below 32 are reserved.
 NUM_RESERVED = 32
 EOS_ID, PAD_ID, MASK_ID, THINK_ID, END_THINK_ID = 2, 9, 12, 18, 19
@@ -130,7 +132,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_position_embeddings: int) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    atomic_write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _SPELLING[EOS_ID],
@@ -151,9 +153,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_position_embeddings: 
         "top_k": 20,
         "default_chat_template_kwargs": {"enable_thinking": False},
     }
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "generation_config.json", generation)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    atomic_write_json(folder / "tokenizer_config.json", config)
+    atomic_write_json(folder / "generation_config.json", generation)
+    atomic_write_text(folder / "chat_template.jinja", CHAT_TEMPLATE)
 
 
 def chars_per_token(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
@@ -180,7 +182,3 @@ def _byte_of_symbol() -> dict[str, int]:
     others = [b for b in range(256) if b not in set(printable)]
     table.update({chr(256 + i): b for i, b in enumerate(others)})
     return table
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

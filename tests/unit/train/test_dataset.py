@@ -23,6 +23,23 @@ def test_tokens_survive_the_disk_and_damage_is_found(data, tmp_path):
         load_tokens(tmp_path, "val")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"tokens": {', r"meta\.json' is damaged"),
+        ("[1]", r"meta\.json' lacks 'tokens'"),
+        (
+            '{"tokens": {}, "sha256": {}, "vocab_size": 3}',
+            r"meta\.json' lacks 'chars_per_token'; make it anew",
+        ),
+    ],
+)
+def test_a_damaged_meta_is_named(tmp_path, text, message):
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_meta(tmp_path)
+
+
 def test_every_epoch_covers_the_stream_once_in_another_order():
     tokens = torch.arange(1000, dtype=torch.int32)
     sampler = RowSampler(tokens, seq_len=10, batch_rows=4, seed=0)

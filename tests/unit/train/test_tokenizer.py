@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,6 +11,7 @@ from lean_laguna.train.tokenizer import (
     EOS_ID,
     chars_per_token,
     chat_document,
+    save_tokenizer,
 )
 from support.training import VOCAB, write_data
 
@@ -98,3 +100,13 @@ def test_generation_stops_at_both_ends(folder):
         EOS_ID,
         END_ASSISTANT_ID,
     ]
+
+
+def test_files_are_replaced_and_never_written_into(tokenizer, tmp_path):
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+    for name in names:
+        (tmp_path / name).write_text("old")
+        os.link(tmp_path / name, tmp_path / f"{name}.before")
+    save_tokenizer(tokenizer, tmp_path, 128)
+    assert [(tmp_path / f"{name}.before").read_text() for name in names] == ["old"] * 4
+    assert Tokenizer.from_file(str(tmp_path / names[0])).to_str() == tokenizer.to_str()
