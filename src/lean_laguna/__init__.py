@@ -6,9 +6,10 @@ imported when first used, so that ``import lean_laguna`` does not load torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers take it; typing itself is most of the time of this import
 if TYPE_CHECKING:
+    from typing import Any
+
     from lean_laguna.core.types import SamplingParams
     from lean_laguna.engine.llm import LLM
 

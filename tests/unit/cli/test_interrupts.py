@@ -2,11 +2,14 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from lean_laguna.cli.interrupts import heard_interrupts
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 SWALLOWING = """
 import os, signal
 try:
@@ -71,3 +74,34 @@ def test_other_threads_leave_the_handler_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_one_line(tmp_path):
+    """The entry point of the installed command, interrupted before the command line is there."""
+    code = (
+        "import os, signal, sys\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'lean_laguna.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\nsys.argv = ['lean-laguna', '--version']\n"
+        "from lean_laguna.__main__ import main\nsys.exit(main())"
+    )
+    done = run(tmp_path, code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nlean-laguna: interrupted\n")
+
+
+def test_the_command_runs_and_hears_interrupts_as_before(tmp_path):
+    code = (
+        "import signal, sys\nsys.argv = ['lean-laguna', '--version']\n"
+        "from lean_laguna.__main__ import main\nassert main() == 0\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    done = run(tmp_path, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("lean-laguna ")
+
+
+def test_the_installed_command_starts_there():
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lean-laguna": "lean_laguna.__main__:main"}
