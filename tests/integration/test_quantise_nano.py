@@ -37,7 +37,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     assert main(["convert", "quantize", "nano-dflash", drafter, "--scheme", "fp8-channel"]) == 0
     with contextlib.redirect_stderr(io.StringIO()) as said:
         llm = LLM(target, speculative_config={"model": drafter, "num_speculative_tokens": 5})
-    assert f"{drafter}: a quantised drafter, decoded at load to float32" in said.getvalue()
+    for folder, what in ((target, "target"), (drafter, "drafter")):
+        told = f"lean-laguna: {folder}: a quantised {what}, decoded at load to float32: no smaller"
+        assert said.getvalue().count(told) == 1
     return llm
 
 

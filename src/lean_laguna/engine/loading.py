@@ -134,6 +134,8 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
+    if is_quantised(folder) and not wants_kernels(config.kernels, device):
+        _say_decoded(folder, "target", dtype)
     target = load_laguna(
         folder,
         dtype=dtype,
@@ -145,15 +147,20 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
     if drafter_folder is not None:
         drafter = load_drafter(drafter_folder, target.config, dtype=dtype, device=device)
         if is_quantised(drafter_folder) and config.speculative and config.speculative.quantization is None:
-            print(
-                f"lean-laguna: {drafter_folder}: a quantised drafter, decoded at load to "
-                f"{str(dtype).removeprefix('torch.')}: no smaller and no faster than one that is not",
-                file=sys.stderr,
-            )
+            _say_decoded(drafter_folder, "drafter", dtype)
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def _say_decoded(folder: Path, what: str, dtype: torch.dtype) -> None:
+    """Say in one line that a quantised model is not quantised in memory: nobody would see why it is slow."""
+    print(
+        f"lean-laguna: {folder}: a quantised {what}, decoded at load to "
+        f"{str(dtype).removeprefix('torch.')}: no smaller and no faster than one that is not",
+        file=sys.stderr,
+    )
 
 
 def check_room(target: LagunaConfig, dtype: torch.dtype, device: torch.device, kernels: str) -> None:

@@ -115,7 +115,7 @@ def check_drafter(path: str | Path) -> None:
 
 
 def is_quantised(path: str | Path) -> bool:
-    """Say whether a drafter folder's config names a quantisation."""
+    """Say whether a model folder's config names a quantisation."""
     return read_quantization(read_config_json(path), str(config_path(path))) is not None
 
 
