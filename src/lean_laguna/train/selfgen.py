@@ -78,25 +78,24 @@ def generate_text(
     device = target.lm_head.weight.device
     batch = min(recipe.batch, recipe.num_sequences)
     writer = _Writer(target, batch, recipe.length, report)
-    is_greedy = torch.rand(recipe.num_sequences, generator=generator) < recipe.greedy_share
+    wanted = recipe.num_sequences
+    whole = -(-wanted // batch) * batch  # batches have one size: what is beyond the last sequence is dropped
+    is_greedy = torch.rand(whole, generator=generator) < recipe.greedy_share
     tokens: list[Tensor] = []
     all_lengths: list[Tensor] = []
     began = time.monotonic()
-    for start in range(0, recipe.num_sequences - batch + 1, batch):
+    for start in range(0, whole, batch):
         if deadline is not None and time.monotonic() > deadline and tokens:
-            report(
-                f"self-generation stopped by the clock after {start:,} of {recipe.num_sequences:,} sequences"
-            )
+            report(f"self-generation stopped by the clock after {start:,} of {wanted:,} sequences")
             break
         prefixes, lengths = choose_prefixes(stream, recipe, batch, generator)
         temperatures = torch.where(is_greedy[start : start + batch], 0.0, recipe.temperature)
         tokens.append(writer.write(prefixes.to(device), lengths.to(device), temperatures.to(device)))
         all_lengths.append(lengths)
         per_second = len(tokens) * batch * recipe.length / (time.monotonic() - began)
-        report(f"self-generated {start + batch:,} sequences, {per_second:,.0f} tok/s")
-    return Generated(
-        torch.cat(tokens), torch.cat(all_lengths), recipe.temperature, 0, target.config.vocab_size
-    )
+        report(f"self-generated {min(start + batch, wanted):,} sequences, {per_second:,.0f} tok/s")
+    written, lengths = torch.cat(tokens)[:wanted], torch.cat(all_lengths)[:wanted]
+    return Generated(written, lengths, recipe.temperature, 0, target.config.vocab_size)
 
 
 def generate_held_out(

@@ -51,6 +51,13 @@ def test_training_text_keeps_prefixes_and_is_reproducible(target, data):
         assert any(joined[i : i + length] == prefix for i in range(len(joined)))
 
 
+@pytest.mark.parametrize("count", [3, 6, 8])
+def test_as_many_sequences_are_written_as_are_wanted(target, data, count):
+    text = generate_text(target, load_tokens(data, "train"), selfgen_recipe(num_sequences=count))
+    assert text.tokens.shape == (count, 24)
+    assert len(text.prefix_lengths) == count
+
+
 def test_the_clock_stops_generation_after_a_whole_batch(target, data):
     lines = []
     text = generate_text(
@@ -70,7 +77,7 @@ def test_prefixes_begin_at_documents_and_end_at_answers_as_asked(data):
     starts, _ = choose_prefixes(stream, selfgen_recipe(start_share=1.0, chat_share=0.0), 16, generator)
     assert (starts[:, 0] == EOS_ID).all()
     chats, lengths = choose_prefixes(
-        stream, selfgen_recipe(start_share=0.0, chat_share=1.0, max_prefix=60), 16, generator
+        stream, selfgen_recipe(start_share=0.0, chat_share=1.0, max_prefix=60, length=80), 16, generator
     )
     for row, length in zip(chats.tolist(), lengths.tolist(), strict=True):
         assert row[0] == EOS_ID
