@@ -134,9 +134,12 @@ def _storage(given: Any, number: Number, bits: int, how: Activations, where: str
 def _activations(given: Any, where: str) -> Activations:
     if given is None:
         return "none"
-    values = _arguments(given, where.replace(": weights", ": input_activations"))
+    where = where.replace(": weights", ": input_activations")
+    how = _arguments(given, where).get("dynamic", False)
+    if how not in (True, False, "local", None):
+        raise ConfigError(f"{where}: 'dynamic' must be true, false or 'local', found {how!r}")
     # "local" scales are dynamic below one stored scale of the tensor.
-    return "dynamic" if values.get("dynamic") is True else "static"
+    return "dynamic" if how is True else "static"
 
 
 def _block(given: Mapping[str, Any], where: str) -> tuple[int, int]:

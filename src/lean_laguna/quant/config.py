@@ -228,8 +228,10 @@ def _plain_fp8(given: Mapping[str, Any], where: str) -> QuantizationConfig:
     scheme = FP8_TENSOR
     if block is not None:
         scheme = dataclasses.replace(FP8_BLOCK, block=(block[0], block[1]), spelling="fp8")
-    is_static = given.get("activation_scheme") == "static"
-    scheme = dataclasses.replace(scheme, activations="static" if is_static else "dynamic")
+    how = given.get("activation_scheme", "dynamic")
+    if how not in ("dynamic", "static"):
+        raise ConfigError(f"{where}: 'activation_scheme' must be 'dynamic' or 'static', found {how!r}")
+    scheme = dataclasses.replace(scheme, activations=how)
     ignored = given.get("ignored_layers") or given.get("modules_to_not_convert")
     # Each entry stands for a module and for everything below it.
     names = [
@@ -247,14 +249,18 @@ def _modelopt(given: Mapping[str, Any], where: str) -> QuantizationConfig:
     values: Mapping[str, Any] = inner if isinstance(inner, Mapping) else given
     algorithm = values.get("quant_algo")
     schemes = {"NVFP4": NVFP4, "FP8": FP8_TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL}
-    if algorithm not in schemes:
+    if not isinstance(algorithm, str) or algorithm not in schemes:
         raise ConfigError(f"{where}: 'quant_algo' must be one of {', '.join(schemes)}, found {algorithm!r}")
     is_dynamic = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
     how: Activations = "dynamic" if is_dynamic else "static"
     scheme = dataclasses.replace(schemes[algorithm], activations=how, spelling="modelopt")
     ignored = values.get("exclude_modules") or values.get("ignore")
     names = [_REGEX + fnmatch.translate(name) for name in _names(ignored, f"{where}: 'exclude_modules'")]
-    has_fp8_kv = str(values.get("kv_cache_quant_algo") or "").upper() == "FP8"
+    # Older exports name the cache's algorithm, newer ones have compressed-tensors' section. Other caches than
+    # FP8's are no reason to refuse the weights: keys and values may be kept unquantised.
+    cache = values.get("kv_cache_scheme")
+    is_fp8 = isinstance(cache, Mapping) and (cache.get("num_bits"), cache.get("type")) == (8, "float")
+    has_fp8_kv = is_fp8 or str(values.get("kv_cache_quant_algo") or "").upper() == "FP8"
     return QuantizationConfig(
         (QuantizationGroup(str(algorithm), ("Linear",), scheme),), tuple(names), has_fp8_kv, where
     )

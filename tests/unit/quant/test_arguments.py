@@ -41,6 +41,12 @@ def test_the_layout_is_told_by_the_numbers(weights: Any, activations: Any, stora
     assert weight_scheme(weights, activations, None, "x").storage == storage
 
 
+def test_how_activations_are_scaled_must_be_a_known_word() -> None:
+    message = "x: input_activations: 'dynamic' must be true, false or 'local', found 'lokal'"
+    with pytest.raises(ConfigError, match=message):
+        weight_scheme(FP8, {**DYNAMIC, "dynamic": "lokal"}, None, "x")
+
+
 def test_activations_with_stored_scales_are_told_from_dynamic_ones() -> None:
     assert weight_scheme(FP8, DYNAMIC, None, "x").activations == "dynamic"
     assert weight_scheme(FP8, {**DYNAMIC, "dynamic": False}, None, "x").activations == "static"

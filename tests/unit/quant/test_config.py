@@ -141,6 +141,11 @@ def test_block_fp8_in_both_spellings_and_deepseeks() -> None:
     assert scheme is not None
     assert "weight_scale_inv" in scheme.tensors(256, 256)
     assert config.scheme_of(QUERY) is None
+    odd = plain | {"activation_scheme": "statik"}
+    with pytest.raises(
+        ConfigError, match="'activation_scheme' must be 'dynamic' or 'static', found 'statik'"
+    ):
+        read_quantization({"quantization_config": odd}, "config.json")
 
 
 def test_modelopt_names_the_global_scale_its_own_way() -> None:
@@ -151,6 +156,29 @@ def test_modelopt_names_the_global_scale_its_own_way() -> None:
     assert scheme is not None
     assert set(scheme.tensors(32, 32)) == {"weight", "weight_scale", "weight_scale_2", "input_scale"}
     assert config.scheme_of(QUERY) is None
+
+
+@pytest.mark.parametrize(
+    ("cache", "has_fp8"),
+    [
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, True),
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 4, "type": "float"}}, False),
+        ({}, False),
+    ],
+)
+def test_modelopts_fp8_cache_is_known_in_both_spellings(cache: dict[str, Any], has_fp8: bool) -> None:
+    given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]} | cache
+    config = read_quantization({"quantization_config": given}, "config.json")
+    assert config is not None
+    assert config.has_fp8_kv is has_fp8
+
+
+@pytest.mark.parametrize("algorithm", [["NVFP4"], {"a": 1}, None, "NVFP5"])
+def test_modelopts_algorithm_must_be_a_known_word(algorithm: Any) -> None:
+    given = {"quant_method": "modelopt", "quant_algo": algorithm}
+    with pytest.raises(ConfigError, match=r"'quant_algo' must be one of NVFP4, FP8, .*, found"):
+        read_quantization({"quantization_config": given}, "config.json")
 
 
 def test_no_section_is_an_unquantised_checkpoint() -> None:
