@@ -21,7 +21,10 @@ def parse_bytes(text: str, what: str) -> int:
     if match is None or not 0 < float(match[1]) < _TOO_MUCH:
         raise ConfigError(f"{what} must be a size such as 24GiB, 96GB or 12884901888, found {text!r:.100}")
     base = 1000 if match[4] and not match[3] else 1024
-    return int(float(match[1]) * base ** _POWERS[match[2].lower()])
+    size = int(float(match[1]) * base ** _POWERS[match[2].lower()])
+    if not size:
+        raise ConfigError(f"{what} must be at least one byte, such as 24GiB, found {text!r:.100}")
+    return size
 
 
 def parse_bandwidth(text: str, what: str) -> float:

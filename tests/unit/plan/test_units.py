@@ -32,6 +32,11 @@ def test_what_is_no_size_is_refused_by_flag(text):
         parse_bandwidth(text, "--bandwidth")
 
 
+def test_less_than_a_byte_is_no_size():
+    with pytest.raises(ConfigError, match=r"--memory must be at least one byte, .* found '0\.5'"):
+        parse_bytes("0.5", "--memory")
+
+
 def test_numbers_carry_their_units():
     assert [gib(n) for n in (512, 2**21, 3 * 2**30, -(2**30))] == [
         "0.5 KiB",
