@@ -157,10 +157,12 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     """Return the HTTP side's configuration.
 
     Raises:
-        ConfigError: A JSON option is malformed, or holds an unknown key.
+        ConfigError: A JSON option is malformed or holds an unknown key, or an API key is empty.
     """
     from lean_laguna.server.settings import ServerConfig
 
+    if "" in (args.api_key or ()):  # of a shell's unset variable: it would let everybody in
+        raise ConfigError("--api-key: a key must not be empty; leave the flag out to ask for none")
     key = os.environ.get("LEAN_LAGUNA_API_KEY")
     return ServerConfig(
         served_model_names=tuple(args.served_model_name or (args.model,)),
@@ -172,9 +174,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         enable_admin=args.enable_admin,
         unknown_fields=args.unknown_fields,
         spec_decode_metrics=args.per_request_spec_decode_metrics,
-        default_chat_template_kwargs=_json_object(
-            args.default_chat_template_kwargs, "--default-chat-template-kwargs"
-        ),
+        default_chat_template_kwargs=_template_kwargs(args.default_chat_template_kwargs),
         override_generation_config=_sampling_defaults(args.override_generation_config),
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
@@ -212,6 +212,19 @@ def _json_object(text: str | None, flag: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f'{flag}: must be a JSON object such as {{"key": 1}}, found {text!r:.200}')
     return value
+
+
+def _template_kwargs(text: str | None) -> Mapping[str, Any]:
+    """Return template arguments, checked as a request's would be."""
+    if text is None:
+        return {}
+    from lean_laguna.server.conversation import RESERVED_KWARGS
+
+    flag = "--default-chat-template-kwargs"
+    given = _json_object(text, flag)
+    for key in sorted(given.keys() & set(RESERVED_KWARGS)):
+        raise ConfigError(f"{flag}: must not set '{key}', which each request says for itself")
+    return given
 
 
 def _sampling_defaults(text: str | None) -> Mapping[str, Any]:
