@@ -186,6 +186,7 @@ class EngineThread:
         changed[stream] = None
         stream.put(index, delta)
         self._metrics.token(stream.states[index], delta)
+        stream.num_ended += delta.finish_reason is not None
         if delta.is_request_finished:
             del self._streams[delta.request_id]
             stream.outputs[index] = output = stream.states[index].snapshot()
@@ -234,13 +235,13 @@ class EngineThread:
 
     def _abort(self, stream: Stream) -> None:
         if self._drop(stream):
-            self._metrics.aborted(stream.num_seqs)
+            self._metrics.aborted(stream.num_seqs - stream.num_ended)
             stream.finish()
             self._soon(self._end, stream)
 
     def _fail(self, stream: Stream, error: BaseException) -> None:
         self._drop(stream)
-        self._metrics.failed(stream.num_seqs)
+        self._metrics.failed(stream.num_seqs - stream.num_ended)
         stream.fail(error)
         self._soon(self._end, stream)
         self._soon(stream.settle, error)

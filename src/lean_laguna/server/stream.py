@@ -73,6 +73,7 @@ class Stream:
         states: Per prompt, the engine's request, once accepted.
         outputs: Per prompt, the whole output, once finished.
         names: Our names of fields to the client's, for errors.
+        num_ended: Completions that have come to an end of their own; counted on the engine's thread.
     """
 
     def __init__(self, prompts: list[Prompt], names: Mapping[str, str] | None = None):
@@ -80,6 +81,7 @@ class Stream:
         self.states: list[RequestState] = []
         self.outputs: dict[int, RequestOutput] = {}
         self.num_seqs = sum(prompt.params.n for prompt in prompts)
+        self.num_ended = 0
         self.is_aborted = False
         self._loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] = self._loop.create_future()

@@ -14,10 +14,10 @@ from support.servers import tiny
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, seed=3)
 
 
-def on_thread(scenario, load=None):
+def on_thread(scenario, load=None, metrics=None):
     async def run():
         settled = asyncio.Event()
-        engine = EngineThread(load or tiny(), Metrics("m"), settled.set)
+        engine = EngineThread(load or tiny(), metrics or Metrics("m"), settled.set)
         try:
             await settled.wait()
             return await scenario(engine)
@@ -73,6 +73,34 @@ def test_an_aborted_request_ends_for_its_reader_and_frees_what_it_held():
         assert engine.num_live_seqs == 0
 
     on_thread(scenario)
+
+
+@pytest.mark.parametrize("how", ["abort", "error"])
+def test_a_completion_is_counted_once_however_its_request_ends(how):
+    """One prompt of a request ends by itself, then the other is dropped or fails."""
+    metrics = Metrics("m")
+    long = SamplingParams(max_tokens=240, ignore_eos=True)
+
+    async def scenario(engine):
+        stream = Stream([Prompt((40, 50), SamplingParams(max_tokens=1)), Prompt((40, 60), long)])
+        await engine.submit(stream)
+        while stream.num_ended == 0:
+            await stream.next()
+        if how == "abort":
+            engine.abort(stream)
+            await read(stream)
+        else:
+            await engine.call(lambda llm: engine.fail_all("enough"))
+            with pytest.raises(ApiError, match="enough"):
+                await read(stream)
+
+    on_thread(scenario, metrics=metrics)
+    text = metrics.render(None, 0).decode()
+    counts = {}
+    for line in text.splitlines():
+        if line.startswith("vllm:request_success_total{"):
+            counts[line.split('finished_reason="')[1].partition('"')[0]] = float(line.rsplit(" ", 1)[1])
+    assert counts == {"stop": 0, "length": 1, "abort": how == "abort", "error": how == "error"}
 
 
 def test_paused_it_takes_requests_and_computes_nothing():
