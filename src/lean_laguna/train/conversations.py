@@ -56,8 +56,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{path}': cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    found: list[Conversation] = []
-    taken: set[str] = set()
+    given_by_line: dict[int, Mapping[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -68,14 +67,33 @@ def read_conversations(path: Path) -> list[Conversation]:
             raise DataError(f"{where}: not JSON: {error}") from None
         if not isinstance(given, Mapping):
             raise DataError(f"{where}: must be an object, found {type(given).__name__}")
-        name = str(given.get("id") or given.get("prompt_id") or given.get("uuid") or number)
+        given_by_line[number] = given
+    if not given_by_line:
+        raise DataError(f"'{path}' holds no conversation; a line is {SHAPES}")
+    return _named(given_by_line, path)
+
+
+def _named(given_by_line: Mapping[int, Mapping[str, Any]], path: Path) -> list[Conversation]:
+    """Return the conversations of a file; those without an id are named by their line."""
+    own = {number: _own_name(given) for number, given in given_by_line.items()}
+    stated = {name for name in own.values() if name is not None}
+    taken: set[str] = set()
+    found = []
+    for number, given in given_by_line.items():
+        where = f"'{path}', line {number}"
+        # Another line may have this one's number for its id.
+        name = own[number] or (str(number) if str(number) not in stated else f"line {number}")
         if name in taken:
             raise DataError(f"{where}: id '{name}' was used before")
         taken.add(name)
         found.append(Conversation(name, tuple(_messages(given, where))))
-    if not found:
-        raise DataError(f"'{path}' holds no conversation; a line is {SHAPES}")
     return found
+
+
+def _own_name(given: Mapping[str, Any]) -> str | None:
+    """Return the id that a line states, which may be 0; None where it has none."""
+    stated = (given.get(key) for key in ("id", "prompt_id", "uuid"))
+    return next((str(name) for name in stated if name not in (None, "")), None)
 
 
 def _messages(given: Mapping[str, Any], where: str) -> list[dict[str, str]]:
@@ -89,6 +107,8 @@ def _messages(given: Mapping[str, Any], where: str) -> list[dict[str, str]]:
             turns.append(("assistant", _text(given, "response", where)))
     else:
         raise DataError(f"{where}: of no known shape, its keys are {sorted(given)}; a line is {SHAPES}")
+    if not turns:
+        raise DataError(f"{where}: nobody speaks; a line is {SHAPES}")
     messages = []
     for role, text in turns:
         if role not in _ROLES:

@@ -53,12 +53,21 @@ def test_a_text_may_hold_line_ends_of_unicode_and_a_file_windows_marks(tmp_path)
         ({"messages": [{"role": "user", "content": " "}]}, "the user's text is empty"),
         ({"messages": [QUESTION, {"role": "assistant", "content": ""}]}, "the assistant's text is empty"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot' is not one of"),
+        ({"messages": []}, "line 1: nobody speaks; a line is"),
         ({"messages": [{"role": "user"}]}, "each turn needs the text 'content'"),
     ],
 )
 def test_bad_lines_are_named(row, message, tmp_path):
     with pytest.raises(DataError, match=message):
         read_conversations(written(tmp_path, row))
+
+
+def test_ids_may_count_from_0_and_lines_without_one_get_out_of_their_way(tmp_path):
+    rows = [{"prompt": "a"}, {"id": 0, "prompt": "b"}, {"id": 1, "prompt": "c"}, {"prompt": "d"}]
+    found = read_conversations(written(tmp_path, *rows))
+    assert [(c.id, c.messages[0]["content"]) for c in found] == [
+        ("line 1", "a"), ("0", "b"), ("1", "c"), ("4", "d"),
+    ]  # fmt: skip
 
 
 def test_an_id_used_twice_and_an_empty_file_are_refused(tmp_path):
