@@ -121,7 +121,8 @@ def run_documents(
     cache = None
     if features is not None:
         taps = drafter_config.target_layer_ids
-        cache = open_cache(features, packed, target, taps, provenance["target_sha256"], options.report)
+        sha256, processes = provenance["target_sha256"], join(options.device)
+        cache = open_cache(features, packed, target, taps, sha256, options.report, processes)
     rows = min(loaded.batch_rows, len(packed.tokens))
     steps = options.steps
     if steps is None and options.seconds is None:

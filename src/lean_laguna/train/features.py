@@ -21,6 +21,7 @@ from lean_laguna.core.files import atomic_write_json, atomic_writer, parse_json,
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.documents import Packed
 from lean_laguna.train.drafter_forward import TargetStates
+from lean_laguna.train.processes import Processes
 
 META = "features.json"
 SHARD_BYTES = 1 << 30
@@ -82,6 +83,7 @@ def open_cache(
     layer_ids: tuple[int, ...],
     target_sha256: str,
     report: Callable[[str], None] = lambda line: None,
+    processes: Processes = Processes(),  # noqa: B008 (frozen)
 ) -> FeatureCache:
     """Open a cache that belongs to these rows and this target, computing what it lacks first.
 
@@ -95,6 +97,7 @@ def open_cache(
         layer_ids: Tapped layers.
         target_sha256: Of its checkpoint.
         report: Receives lines.
+        processes: Each writes its share of the shards; all must call this.
 
     Raises:
         ConfigError: The folder holds features of something else, or the disk has too little room.
@@ -113,7 +116,9 @@ def open_cache(
         "dtype": "bfloat16",
         "rows_per_shard": per_shard,
     }
-    _claim(folder, meta)
+    if processes.is_first:
+        _claim(folder, meta)
+    processes.wait()  # what is unfinished has been removed: from here on it is another's at work
     starts = range(0, len(packed.tokens), per_shard)
     missing = [i for i, _ in enumerate(starts) if not _shard(folder, i).exists()]
     if missing:
@@ -126,9 +131,12 @@ def open_cache(
                 "to compute features as they are needed"
             )
     for i in missing:
+        if i % processes.count != processes.rank:
+            continue
         rows = torch.arange(starts[i], min(starts[i] + per_shard, len(packed.tokens)))
         _write_shard(_shard(folder, i), packed, target, layer_ids, rows)
         report(f"features: shard {i + 1} of {len(starts)} written")
+    processes.wait()
     shards = []
     for i, start in enumerate(starts):
         count = min(per_shard, len(packed.tokens) - start)

@@ -1,0 +1,70 @@
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lean_laguna.train import features
+from lean_laguna.train.documents import Document, pack
+from lean_laguna.train.features import open_cache
+from lean_laguna.train.processes import Processes
+from lean_laguna.train.target import build_target
+from support.training import target_recipe
+
+LENGTH, TAPS = 12, (0, 2)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return build_target(target_recipe(init_std=0.3), torch.device("cpu"), "test").requires_grad_(False)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    monkeypatch.setattr(features, "SHARD_BYTES", 2 * 2 * LENGTH * 3 * 16)  # two rows of three vectors of 16
+    documents = [
+        Document(str(i), torch.arange(40 + i, 40 + i + LENGTH, dtype=torch.int32), torch.ones(LENGTH).bool())
+        for i in range(9)
+    ]
+    return pack(documents, LENGTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threads(Processes):
+    """Threads in the place of processes."""
+
+    barrier: threading.Barrier = dataclasses.field(default_factory=lambda: threading.Barrier(1))
+
+    def wait(self):
+        self.barrier.wait(60)
+
+
+def test_several_processes_share_the_shards_and_leave_those_of_one(target, packed, tmp_path, monkeypatch):
+    one = open_cache(tmp_path / "one", packed, target, TAPS, "x")
+    assert len(one.shards) == 5
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / ".features-00000.bf16.x.tmp").write_bytes(b"of a killed run")
+    lines, barrier = [], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        tasks = [
+            threads.submit(
+                open_cache,
+                tmp_path / "two",
+                packed,
+                target,
+                TAPS,
+                "x",
+                lines.append,
+                Threads(rank, 2, barrier),
+            )
+            for rank in range(2)
+        ]
+        found = [task.result() for task in tasks]
+    written = sorted(line for line in lines if line.endswith("written"))
+    assert written == [f"features: shard {i} of 5 written" for i in range(1, 6)]
+    for cache in found:
+        assert all(torch.equal(*pair) for pair in zip(cache.shards, one.shards, strict=True))
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == sorted(
+        file.name for file in (tmp_path / "one").iterdir()
+    )
