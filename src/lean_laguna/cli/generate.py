@@ -168,9 +168,7 @@ def _open_profile(llm: LLM, path: Path) -> None:
 
 def _defaults(llm: LLM, text: str) -> dict[str, Any]:
     """Return what holds where nothing was asked for; the usual length gives way to a shorter context."""
-    from lean_laguna.models.generation_config import GenerationConfig
-
-    recommended = GenerationConfig.from_dir(llm.folder).sampling_defaults()
+    recommended = llm.generation_config.sampling_defaults()
     room = llm.engine.max_model_len - len(llm.tokenizer.encode(text))
     return {"temperature": 0.0, **recommended, "max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))}
 

@@ -30,6 +30,7 @@ class LLM:
     Attributes:
         engine: The engine underneath, for callers that add and abort requests themselves.
         folder: The target's checkpoint folder.
+        generation_config: What the checkpoint recommends; random weights recommend nothing.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LLM:
         config = EngineConfig(model=model, speculative=SpeculativeConfig.parse(speculative_config), **options)
         self.engine, self.folder = load_engine(config)
         self._chat_template: ChatTemplate | None = None
-        self._generation_config = (
+        self.generation_config = (
             GenerationConfig() if config.load_format == "dummy" else GenerationConfig.from_dir(self.folder)
         )
 
@@ -66,7 +67,8 @@ class LLM:
         llm.engine = engine
         llm.folder = folder or Path()
         llm._chat_template = None
-        llm._generation_config = GenerationConfig.from_dir(folder) if folder else GenerationConfig()
+        is_checkpoint = folder is not None and engine.config.load_format != "dummy"
+        llm.generation_config = GenerationConfig.from_dir(llm.folder) if is_checkpoint else GenerationConfig()
         return llm
 
     @property
@@ -94,7 +96,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the checkpoint's ``generation_config.json`` recommends."""
-        return SamplingParams(**{"max_tokens": None, **self._generation_config.sampling_defaults()})
+        return SamplingParams(**{"max_tokens": None, **self.generation_config.sampling_defaults()})
 
     def generate(
         self,

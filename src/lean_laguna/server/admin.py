@@ -18,7 +18,6 @@ from starlette.responses import Response
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.engine.llm import LLM
 from lean_laguna.engine.loading import load_engine
-from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.server.errors import bad_request
 from lean_laguna.server.schemas import PauseRequest, UpdateWeightsRequest
 from lean_laguna.server.sending import JSON
@@ -90,9 +89,11 @@ def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
 
     Raises:
         CheckpointError: One cannot be loaded.
-        ApiError: 400, there is no drafter to replace.
+        ApiError: 400, there is no drafter to replace, or no checkpoint was loaded.
     """
     config: EngineConfig = llm.config
+    if config.load_format == "dummy":
+        raise bad_request("the server runs random weights (--load-format dummy); no checkpoint replaces them")
     if body.checkpoint is not None:
         config = dataclasses.replace(config, model=body.checkpoint)
     if body.drafter is not None:
@@ -107,6 +108,6 @@ def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
             f"{llm.tokenizer.vocab_size}",
             "checkpoint",
         )
-    GenerationConfig.from_dir(folder)
+    updated = LLM.from_engine(engine, folder)
     log.warning("now serving %s", folder)
-    return LLM.from_engine(engine, folder)
+    return updated

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from lean_laguna.core.errors import nearest
 from lean_laguna.engine.llm import LLM
 from lean_laguna.models.chat_template import ChatTemplate
-from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.server.bodies import IGNORED_HEADER, decode_object, parse, read_body, with_query
 from lean_laguna.server.engine_thread import EngineThread
@@ -80,7 +79,7 @@ class Service:
     def defaults(self) -> Mapping[str, Any]:
         """Return sampling values for requests that are silent: the server's, else the checkpoint's."""
         if self._defaults is None:
-            recommended = GenerationConfig.from_dir(self.llm.folder).sampling_defaults()
+            recommended = self.llm.generation_config.sampling_defaults()
             self._defaults = {**recommended, **self.config.override_generation_config}
         return self._defaults
 

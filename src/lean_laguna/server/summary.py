@@ -5,7 +5,6 @@ from __future__ import annotations
 from lean_laguna.core.config import SpeculativeConfig
 from lean_laguna.core.errors import CheckpointError
 from lean_laguna.engine.llm import LLM
-from lean_laguna.models.generation_config import GenerationConfig
 from lean_laguna.server.settings import ServerConfig
 
 
@@ -69,7 +68,7 @@ def _thinking(llm: LLM, config: ServerConfig) -> str:
 
 
 def _sampling(llm: LLM, config: ServerConfig) -> str:
-    recommended = GenerationConfig.from_dir(llm.folder).sampling_defaults()
+    recommended = llm.generation_config.sampling_defaults()
     values = {**recommended, **config.override_generation_config}
     source = "generation_config.json" if not config.override_generation_config else "as overridden"
     said = ", ".join(f"{name} {value}" for name, value in values.items())
