@@ -194,7 +194,7 @@ def _finish(
     layouts: Mapping[Path, Mapping[str, TensorSpec]],
     config: Mapping[str, Any],
 ) -> None:
-    """Write what goes beside the tensors; the config last."""
+    """Write what goes beside the tensors; then nothing is left to go on from."""
     if len(layouts) > 1 or (source.path / _INDEX).exists():
         weight_map = {name: file.name for file, specs in layouts.items() for name in specs}
         total = sum(spec.num_bytes for specs in layouts.values() for spec in specs.values())
@@ -204,5 +204,5 @@ def _finish(
         is_weights = file.suffix == ".safetensors" or file.name == _INDEX
         if file.is_file() and not is_weights and file.name != "config.json":
             shutil.copyfile(file, folder / file.name)
-    (folder / STATE_FILE).unlink()
     atomic_write_json(folder / "config.json", config)
+    (folder / STATE_FILE).unlink()

@@ -148,6 +148,27 @@ def test_after_a_process_is_killed_outright_the_next_goes_on(tmp_path: Path) -> 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["made", "source", "whole"]
 
 
+def test_a_kill_before_the_config_is_written_loses_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sharded(tmp_path / "source")
+    write = module.atomic_write_json
+
+    def dying(path: Path, value: object) -> None:
+        if path.name == "config.json":
+            raise Killed
+        write(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "atomic_write_json", dying)
+        with pytest.raises(Killed):
+            convert(source, tmp_path / "made", "experts", "nvfp4")
+    resumed = convert(source, tmp_path / "made", "experts", "nvfp4")
+    assert resumed.num_resumed_files == len(list(source.glob("*.safetensors")))
+    convert(source, tmp_path / "whole", "experts", "nvfp4")
+    assert all_bytes(tmp_path / "made") == all_bytes(tmp_path / "whole")
+
+
 def test_another_conversion_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = interrupted(tmp_path, monkeypatch, after=2)
     assert convert(source, tmp_path / "made", "experts", "fp8-channel").num_resumed_files == 0
