@@ -111,6 +111,12 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     ),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/v1/responses", {"input": [{"type": "image"}]}, None),
+    (
+        "/v1/responses",
+        {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": 5}]},
+        "tools[0].parameters",
+    ),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ("/v1/responses", {"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ("/v1/responses", {"input": [{"role": "user"}], "instructions": "x"}, "input[0].content"),

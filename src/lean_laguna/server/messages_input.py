@@ -30,6 +30,8 @@ def chat_fields(body: MessagesFields) -> tuple[dict[str, Any], dict[str, str]]:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.tools:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+        for where in (f"tools[{i}]" for i in range(len(body.tools))):
+            names |= {f"{where}.function": where, f"{where}.function.parameters": f"{where}.input_schema"}
     if body.tool_choice is not None:
         fields |= _tool_choice(body.tool_choice)
     if body.thinking is not None:

@@ -39,6 +39,7 @@ def chat_fields(body: ResponsesRequest) -> tuple[dict[str, Any], dict[str, str]]
     fields |= {name: value for name, value in given.items() if value is not None}
     if body.tools:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+        names |= {f"tools[{i}].function": f"tools[{i}]" for i in range(len(body.tools))}
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
     if (body.reasoning or {}).get("effort") is not None:

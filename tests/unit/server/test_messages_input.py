@@ -96,6 +96,10 @@ def test_errors_learn_where_a_message_came_from():
         "messages[1].content[2].content",
     ]
     assert field_in(names, "response_format.json_schema.schema") == "output_config.format.schema"
+    body["tools"] = [{"name": "f", "input_schema": {}}]
+    _, names = chat_fields(convert(body, MessagesRequest))
+    assert field_in(names, "tools[0].function.parameters") == "tools[0].input_schema"
+    assert field_in(names, "tools[0].function.name") == "tools[0].name"
 
 
 def test_a_message_without_blocks_is_not_dropped_in_silence():
