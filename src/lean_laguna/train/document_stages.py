@@ -157,6 +157,11 @@ def split_documents(
             f"{len(documents)} documents are too few to train on and to hold two out; 4 are needed"
         )
     count = max(2, round(recipe.held_out_share * len(documents)))
+    if count == len(documents):
+        raise DataError(
+            f"'held_out_share' is {recipe.held_out_share}: all {count} documents are held out, and none is "
+            "left to train on"
+        )
     chosen = {i * len(documents) // count for i in range(count)}
     return (
         [document for i, document in enumerate(documents) if i not in chosen],

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from lean_laguna.core.errors import DataError
+from lean_laguna.core.errors import ConfigError, DataError
 from lean_laguna.core.files import atomic_write_bytes
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import checkpoint_hash
@@ -134,7 +134,9 @@ def run_drafter(
         The final evaluation's figures, at other draft lengths too, with the ceiling.
     """
     loaded = load_recipe(DrafterRecipe, recipe)
-    check_start(loaded, LagunaConfig.from_file(target_folder), str(recipe))
+    config = LagunaConfig.from_file(target_folder)
+    check_start(loaded, config, str(recipe))
+    _check_text(loaded, config, str(recipe))
     target = load_laguna(target_folder, dtype=torch.float32, device=options.device).requires_grad_(False)
     provenance = {"target_sha256": checkpoint_hash(target_folder)}
     meta = load_meta(options.data)
@@ -214,6 +216,20 @@ def held_out_text(
         "greedy": generate_held_out(target, stream, recipe, 0.0),
         "sampled": generate_held_out(target, stream, recipe, recipe.temperature),
     }
+
+
+def _check_text(recipe: DrafterRecipe, target: LagunaConfig, where: str) -> None:
+    """Refuse text that the target's context does not hold, or too short to evaluate on."""
+    text, limit = recipe.selfgen, target.max_position_embeddings
+    if text.length > limit:
+        raise ConfigError(
+            f"{where}: 'selfgen': 'length' is {text.length}, and the target's context holds {limit} tokens"
+        )
+    if text.length - text.max_prefix <= recipe.num_eval_draft_tokens:
+        raise ConfigError(
+            f"{where}: 'selfgen': 'length' less 'max_prefix' is {text.length - text.max_prefix}; evaluation "
+            f"with 'num_eval_draft_tokens' = {recipe.num_eval_draft_tokens} needs more tokens than that"
+        )
 
 
 def _training_text(

@@ -12,11 +12,12 @@ from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
 from lean_laguna.train import document_stages, loop
-from lean_laguna.train.document_stages import run_documents, run_responses
+from lean_laguna.train.document_stages import run_documents, run_responses, split_documents
+from lean_laguna.train.documents import Document
 from lean_laguna.train.responses import ResponseOptions
 from lean_laguna.train.stages import StageOptions
 from lean_laguna.train.target import build_target
-from support.training import DRAFTER_MODEL, target_recipe, write_documents_recipe
+from support.training import DRAFTER_MODEL, drafter_recipe, target_recipe, write_documents_recipe
 
 OPTIONS = ResponseOptions(temperature=0.8, max_tokens=24, batch=4, thinking=False)
 
@@ -172,6 +173,14 @@ def test_cached_features_give_the_weights_of_those_computed_when_needed(folder, 
     shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(DataError, match="remove it"):
         train(folder, other_folder(tmp_path), features=tmp_path / "features")
+
+
+def test_holding_out_every_document_is_refused():
+    documents = [Document(str(i), torch.tensor([1]), torch.tensor([True])) for i in range(5)]
+    with pytest.raises(DataError, match=r"'held_out_share' is 0\.95: all 5 documents are held out"):
+        split_documents(documents, drafter_recipe(held_out_share=0.95))
+    kept, held_out = split_documents(documents, drafter_recipe(held_out_share=0.8))
+    assert (len(kept), len(held_out)) == (1, 4)
 
 
 def test_features_of_other_rows_are_refused(folder, tmp_path):

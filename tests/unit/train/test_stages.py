@@ -11,7 +11,7 @@ from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.train import stages
 from lean_laguna.train.run_state import STATE, TEXT
 from lean_laguna.train.stages import StageOptions, run_drafter, run_evaluation, run_target
-from support.training import DRAFTER_MODEL, write_recipes
+from support.training import DRAFTER_MODEL, selfgen_recipe, write_recipes
 
 CPU = torch.device("cpu")
 
@@ -80,6 +80,28 @@ def test_a_drafter_that_does_not_fit_is_refused_before_the_text(data, target, tm
     recipes = write_recipes(tmp_path / "recipes", drafter_model=DRAFTER_MODEL | {"hidden_size": 24})
     monkeypatch.setattr(stages, "generate_text", None)
     with pytest.raises(ConfigError, match="hidden_size"):
+        run_drafter(recipes / "dflash.toml", target, options(data, tmp_path, steps=1), generate_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 129}, "'selfgen': 'length' is 129, and the target's context holds 128 tokens"),
+        (
+            {"length": 11},
+            "'length' less 'max_prefix' is 3; evaluation with 'num_eval_draft_tokens' = 3 needs more",
+        ),
+    ],
+)
+def test_text_that_cannot_be_written_or_evaluated_is_refused_before_it_is(
+    data, recipes, target, tmp_path, monkeypatch, changes, message
+):
+    loaded = replace(
+        stages.load_recipe(stages.DrafterRecipe, recipes / "dflash.toml"), selfgen=selfgen_recipe(**changes)
+    )
+    monkeypatch.setattr(stages, "load_recipe", lambda kind, path: loaded)
+    monkeypatch.setattr(stages, "load_laguna", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=message):
         run_drafter(recipes / "dflash.toml", target, options(data, tmp_path, steps=1), generate_seconds=60)
 
 
