@@ -317,7 +317,9 @@ class Bench:
             **others,
         }
         pieces = [text for text in Path(__file__).read_text().split("\n\n") if len(text) > 80]
-        texts = [spark.tokenizer.encode(text)[: 8 + 3 * (i % 16)] for i, text in enumerate(pieces)]
+        texts = [
+            spark.tokenizer.encode(text)[: 8 if tiny else 8 + 3 * (i % 16)] for i, text in enumerate(pieces)
+        ]
         for temperature in (0.0, 0.8):
             for streams in (1,) if tiny else self.args.streams:
                 if self.left() < 12 and not tiny:
