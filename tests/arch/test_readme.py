@@ -84,9 +84,7 @@ def _figures() -> list[str]:
     best = max(sweep["rows"], key=lambda row: row["decode_tok_per_s"]["median"])
     gain = best["decode_tok_per_s"]["median"] / off["decode_tok_per_s"]["median"]
     figures.append(f"best at {best['num_speculative_tokens']}: {gain:.2f}×")
-    plain, drafted = (
-        greedy["sides"][side]["decode_tok_per_s"]["median"] for side in ("baseline", "speculative")
-    )
+    speeds = [greedy["sides"][side]["decode_tok_per_s"]["median"] for side in ("baseline", "speculative")]
     excerpt = f" decode, tok/s {speeds[0]:>27.1f} {speeds[1]:>14.1f}   {greedy['speedup']['median']:.2f}×"
     figures.append(excerpt)
     return figures
