@@ -11,8 +11,9 @@ from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_thinking
 from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.bodies import convert
 from lean_laguna.server.conversation import Conversation, check_template_kwargs, read_messages, read_tools
-from lean_laguna.server.errors import bad_request, called
+from lean_laguna.server.errors import bad_request, called, field_in
 from lean_laguna.server.output_format import output_names, structured_outputs
 from lean_laguna.server.reply_parser import ReplyParser
 from lean_laguna.server.reply_reasoning import ReasoningCounter, has_line_layout
@@ -20,7 +21,7 @@ from lean_laguna.server.sampling import draft_length, sampling_params
 from lean_laguna.server.schemas import ChatRequest
 from lean_laguna.server.service import Service
 from lean_laguna.server.settings import ServerConfig
-from lean_laguna.server.stream import Prompt
+from lean_laguna.server.stream import Prompt, Stream
 from lean_laguna.server.tool_grammar import forced_calls
 
 _MANY_MESSAGES = 200
@@ -54,6 +55,23 @@ class ChatJob:
     def counter(self, tokenizer: Tokenizer) -> ReasoningCounter:
         """Return what counts the tokens of one completion's thinking."""
         return ReasoningCounter(tokenizer, starts_in_thinking(self.rendered))
+
+
+async def submit_chat(
+    service: Service, fields: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[ChatRequest, ChatJob, Stream]:
+    """Hand another API's request, put as a chat request, to the engine.
+
+    Args:
+        service: The server.
+        fields: Of a chat request.
+        names: Its fields' names to the client's own, for errors.
+    """
+    with called(names):
+        chat = convert(fields, ChatRequest)
+        job = await prepare_chat(service, chat)
+    own = {ours: field_in(names, chats) for ours, chats in job.names.items()}
+    return chat, job, await service.submit([job.prompt], {**names, **own})
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:

@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from lean_laguna.server.blocks import Block, Blocks, Change
 from lean_laguna.server.bodies import convert
-from lean_laguna.server.chat_job import ChatJob, prepare_chat, rendered_chat
+from lean_laguna.server.chat_job import ChatJob, rendered_chat, submit_chat
 from lean_laguna.server.choice_reader import ChoiceReader
-from lean_laguna.server.errors import CONTEXT_LENGTH, ApiError, called, field_in
+from lean_laguna.server.errors import CONTEXT_LENGTH, ApiError, called
 from lean_laguna.server.messages_input import chat_fields
 from lean_laguna.server.schemas import ChatRequest, MessagesFields, MessagesRequest
 from lean_laguna.server.sending import JSON, EventStream, data, until_gone
@@ -31,12 +31,7 @@ async def messages(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, MessagesRequest)
     fields, names = chat_fields(body)
-    with called(names):
-        chat = convert(fields, ChatRequest)
-        job = await prepare_chat(service, chat)
-    stream = await service.submit(
-        [job.prompt], {**names, **{ours: field_in(names, chats) for ours, chats in job.names.items()}}
-    )
+    chat, job, stream = await submit_chat(service, fields, names)
     reply = _MessageReply(service, chat, job, stream)
 
     def leave() -> None:
