@@ -31,6 +31,7 @@ import torch
 from calibration import half_of_documents
 from gpu_step_trace import StepTrace
 
+from lean_laguna.core import heap
 from lean_laguna.core.provenance import describe_run
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm import LLM
@@ -139,6 +140,7 @@ class Bench:
         speculative = {"model": drafter, **options.pop("speculative", {})}
         engine: Any = LLM(model, speculative_config=speculative, **options).engine
         self.traces[id(engine)] = StepTrace(engine)
+        heap.settle()  # as a server does
         print(f"   {drafter}: ready after {time.monotonic() - start:.1f} s", flush=True)
         return engine
 

@@ -137,26 +137,32 @@ def test_steps_that_the_host_decides_are_cut_too():
     assert counts.num_cut_draft_tokens > 0
 
 
-def test_whether_there_is_time_to_learn_says_the_step_before(monkeypatch):
+def test_steps_that_teach_are_chosen_before_they_come(monkeypatch):
     """A wait of the step itself is long where it sends much: who learns from such steps expects too much."""
-    engine, waits, heard = toy_engine("auto", kind="dspark"), [], []
+    engine, asked, heard = toy_engine("auto", kind="dspark"), [], []
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(gpu_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     wait_for, hears = engine._lanes.wait_for, engine._draft_lengths.hears
+    is_enough = engine._spare_time.is_enough
 
     def waiting(launched):
-        waits.append(len(waits) % 3 == 0)
-        clock.now += 1e-3 if waits[-1] else 0.0
+        clock.now += 1e-3
         wait_for(launched)
 
+    def enough(waited_s):
+        asked.append(waited_s)
+        return is_enough(waited_s)
+
     def hearing(sequences, counts, *, is_idle):
-        heard.append((is_idle, len(waits)))
+        heard.append(is_idle)
         return hears(sequences, counts, is_idle=is_idle)
 
     monkeypatch.setattr(engine._lanes, "wait_for", waiting)
+    monkeypatch.setattr(engine._spare_time, "is_enough", enough)
     monkeypatch.setattr(engine._draft_lengths, "hears", hearing)
-    engine.add_request(PROMPTS[0], params(max_tokens=14))
-    run_all(engine)
-    assert len(heard) >= 4
-    assert [is_idle for is_idle, _ in heard] == [num > 1 and waits[num - 2] for _, num in heard]
-    assert any(is_idle for is_idle, _ in heard)
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, params(max_tokens=14))
+        run_all(engine)
+    assert asked == pytest.approx([1e-3] * len(heard))
+    assert any(heard)
+    assert not any(heard[:4])  # nobody knew yet how long a wait is

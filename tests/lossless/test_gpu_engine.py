@@ -111,6 +111,22 @@ def launches_of(engine):
     return rounds
 
 
+def test_the_device_is_told_of_pages_for_many_steps_at_once(monkeypatch):
+    """Telling it takes the host as long as a step of a small model takes the device."""
+    engine, told = toy_engine(prefill_chunk_size=32), []
+    upload = engine._lanes.upload_pages
+
+    def counted(lane, entry):
+        told.append(lane.covered[entry])
+        upload(lane, entry)
+
+    monkeypatch.setattr(engine._lanes, "upload_pages", counted)
+    engine.add_request(list(range(3, 12)), params(0, 20))
+    run_all(engine)
+    assert any(group.window for group in engine.scheduler.groups)  # the others have all pages at once
+    assert len(told) == 1
+
+
 @pytest.mark.slow
 def test_a_cached_prefix_changes_nothing():
     run = Run(toy_engine(3), (LONG, params(1, 4)))

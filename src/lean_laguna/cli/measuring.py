@@ -18,6 +18,7 @@ from lean_laguna.cli.options import (
 )
 from lean_laguna.cli.parser import Parser, whole
 from lean_laguna.cli.remote import add_remote_options, check_remote, remote_sides
+from lean_laguna.core import heap
 from lean_laguna.core.errors import RequestError
 from lean_laguna.core.files import atomic_write_json, atomic_write_text, require_writable
 from lean_laguna.tasks.prompts import load_prompts
@@ -108,6 +109,7 @@ def _engines(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[Side, Side]
     _check_prompts(drafting, plan)
     baseline = drafting.without_drafter()
     set_threads(args, drafting.llm)
+    heap.settle()
     yield baseline, drafting
     baseline.close()
     drafting.close()

@@ -15,6 +15,45 @@ _CHECKED_DRAFT_TOKENS, _LEAST_ACCEPTED = 200, 2
 """Of so many first draft tokens a drafter made for the target has more accepted, whatever the text."""
 
 
+_SPARE_SHARE = 1 / 16  # of the time that the host waits, for learning from steps that need not teach
+_WAITS_KEPT = 0.9  # weight of the waits before a step
+_RAREST = 64  # steps of which one teaches where the host hardly waits
+
+
+class SpareTime:
+    """Which steps may teach for nothing, because the host waits for the device anyway.
+
+    They are chosen before they come: long waits are for steps whose many drafts go well.
+    """
+
+    def __init__(self, learning_s: float):
+        """Start with no wait known.
+
+        Args:
+            learning_s: What learning from a step takes.
+        """
+        self._learning_s, self._wait_s = learning_s, 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, with nothing under way: until launches run ahead there is no time to spare."""
+        per_step_s = max(self._learning_s / _RAREST, _SPARE_SHARE * self._wait_s)
+        self._num_left = max(1, int(self._learning_s / per_step_s))
+
+    def is_enough(self, waited_s: float) -> bool:
+        """Say whether a step may teach.
+
+        Args:
+            waited_s: How long the host has waited for it.
+        """
+        self._wait_s = _WAITS_KEPT * self._wait_s + (1 - _WAITS_KEPT) * waited_s
+        self._num_left -= 1
+        if self._num_left:
+            return False
+        self.restart()
+        return True
+
+
 class DraftLengths:
     """Asks the controller for a step's length and tells it what the step took; owned by the engine.
 

@@ -44,27 +44,26 @@ class RowCosts:
         """
         self.table = np.ones((len(widths), widths[-1] + 1)) if verify_s is None else np.array(verify_s)
         self._widths, self._is_known = tuple(widths), verify_s is not None
-        self._longer: dict[tuple[int, int], deque[float]] = {}
+        self._ascending = np.maximum.accumulate(self.table, axis=1)
+        self._longer: dict[int, dict[int, deque[float]]] = {}  # by width and rows
 
     def observe(self, num_rows: int, verify_s: float, *, cols: int) -> None:
         """Take the time of one step."""
         if self._is_known and num_rows:
-            key = (self._widths.index(max(cols, self._widths[0])), num_rows)
-            self._longer.setdefault(key, deque(maxlen=_WINDOW)).append(verify_s - self.table[key])
+            width = self._widths.index(max(cols, self._widths[0]))
+            late = self._longer.setdefault(width, {}).setdefault(num_rows, deque(maxlen=_WINDOW))
+            late.append(verify_s - self.table[width, num_rows])
 
     def prices(self, tokens_per_s: float) -> NDArray[np.float32]:
         """Return the tokens that a step's time is worth, [W, most_rows + 1]."""
-        seconds = self.table.copy()
-        for width in range(len(seconds)):
+        seconds = self._ascending.copy()
+        for width, found in self._longer.items():
             # Between row counts seen it is between theirs: context, and how many experts are drawn.
             # One row draws as many at any text.
-            found = {rows: sorted(late) for (own, rows), late in self._longer.items() if own == width}
-            if found:
-                medians = {1: 0.0} | {rows: late[len(late) // 2] for rows, late in found.items()}
-                known = sorted(medians)
-                late_s = [medians[rows] for rows in known]
-                seconds[width] += np.interp(np.arange(seconds.shape[1]), known, late_s)
-            seconds[width] = np.maximum.accumulate(seconds[width])
+            medians = {1: 0.0} | {rows: sorted(late)[len(late) // 2] for rows, late in found.items()}
+            known = sorted(medians)
+            late_s = np.interp(np.arange(seconds.shape[1]), known, [medians[rows] for rows in known])
+            seconds[width] = np.maximum.accumulate(self.table[width] + late_s)
         return (seconds * tokens_per_s).astype(np.float32)
 
 

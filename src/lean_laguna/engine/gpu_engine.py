@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lean_laguna.core.engine_sizes import GPU_STEPS_AHEAD, NARROW, WIDE, gpu_chunks
+from lean_laguna.engine.draft_lengths import SpareTime
 from lean_laguna.engine.gpu_cache import PagedPools
 from lean_laguna.engine.gpu_costs import Prices, RowCosts, measure_rows
 from lean_laguna.engine.gpu_host_steps import HostSteps, needs_host
@@ -42,8 +43,7 @@ from lean_laguna.spec.proposer import DFlashProposer
 
 LogitsWatcher = Callable[[SequenceState, Tensor], None]
 
-
-_IDLE = 3.0  # times what learning takes that the host must have waited for the device to learn for nothing
+_PAGES_FOR = 256  # positions that the device is told of at once: telling it takes as long as a small step
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class GpuEngine(LLMEngine):
         )
         self._running: list[Lane] = []
         self._rounds: deque[_Round] = deque()
-        self._was_idle = False
+        self._spare_time = SpareTime(self._LEARNING_S)
         self._held: tuple[Sequence[SequenceState], list[int]] | None = None
         self._on_device: WeakSet[SequenceState] = WeakSet()
         self._told: set[str] = set()
@@ -297,14 +297,14 @@ class GpuEngine(LLMEngine):
     def _lay_out(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> None:
         """Share sequences out among launches, and draft for them."""
         drafter = self._programs.drafter
+        self._spare_time.restart()
         self._prices.set(None)  # the host knows where rows stand that it laid out
         for cut in self._split(lengths):
             own = [sequences[i] for i in cut]
-            for sequence in own:
-                self._prepare(sequence)
+            covered = [self._prepare(sequence) for sequence in own]
             num_drafts = [lengths[i] for i in cut]
             lane = self._lanes.make(own, num_drafts, drafter.mask_token if drafter is not None else 0)
-            lane.num_asked = max(num_drafts)
+            lane.covered, lane.num_asked = covered, max(num_drafts)
             self._running.append(lane)
             if any(num_drafts):
                 self._lanes.load(lane)
@@ -315,9 +315,13 @@ class GpuEngine(LLMEngine):
             lane.first_drafts = start, mark(self._programs.device)
 
     def _prepare(self, sequence: SequenceState) -> int:
-        """Make the tables cover all that launched steps may write; returns the positions they cover."""
+        """Make the tables cover all that launched steps may write, and steps after them.
+
+        Returns:
+            The positions that they cover.
+        """
         left = sequence.max_positions - sequence.num_computed
-        span, size = min(self._limits.decode_span, left), self._limits.kv_block_size
+        span, size = min(self._limits.rows_per_step(_PAGES_FOR), left), self._limits.kv_block_size
         self.scheduler.prepare(sequence, span)
         return -(-(sequence.num_computed + span) // size) * size
 
@@ -378,9 +382,7 @@ class GpuEngine(LLMEngine):
             spoke += self._commit(launched, deltas)
         if spoke and a_round.is_alone:
             sequences, counts = [one.sequence for one in spoke], [one.counts for one in spoke]
-            # Said by the step before: a wait for this one's drafts would pick the steps that go well.
-            is_idle, self._was_idle = self._was_idle, waited_s > _IDLE * self._LEARNING_S
-            if self._draft_lengths.hears(sequences, counts, is_idle=is_idle):
+            if self._draft_lengths.hears(sequences, counts, is_idle=self._spare_time.is_enough(waited_s)):
                 self._learn(a_round, spoke)
 
     def _learn(self, a_round: _Round, spoke: Sequence[Spoke]) -> None:

@@ -146,6 +146,52 @@ class Plan:
     num_asked: int
 
 
+class Staging:
+    """A block on the host that the device copies from by itself; owned by ``Lanes``."""
+
+    def __init__(self, device: torch.device):
+        """Set one aside for a device."""
+        self._block = Block.allocate("cpu", pinned=device.type == "cuda")
+        self._end = torch.cuda.Event() if device.type == "cuda" else None
+
+    def clear(self) -> Block:
+        """Return it all zeros, once nothing of what it held is still to be copied."""
+        if self._end is not None:
+            self._end.synchronize()
+        self._block.words.zero_()
+        return self._block
+
+    def leave(self) -> None:
+        """Note that the host asks for no more copies."""
+        if self._end is not None:
+            self._end.record()
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where one lane's block and tables lie, on either side.
+
+    Attributes:
+        words: The block, while the buffers hold another's.
+        tables: Per KV group of the cache, [R, max_blocks] int32; a row an entry.
+        staging: What the lane is laid out in.
+        pages: ``tables`` on the host; an entry that was written stays as it is as long as the lane.
+    """
+
+    words: Tensor
+    tables: list[Tensor]
+    staging: Staging
+    pages: list[Tensor]
+
+    @classmethod
+    def allocate(cls, programs: StepPrograms) -> Room:
+        """Return room for one lane of these programs."""
+        words, tables, is_gpu = programs.state.words, programs.tables, programs.device.type == "cuda"
+        pages = [torch.zeros(table.shape, dtype=table.dtype, pin_memory=is_gpu) for table in tables]
+        staging = Staging(programs.device)
+        return cls(torch.zeros_like(words), [torch.zeros_like(table) for table in tables], staging, pages)
+
+
 @dataclass(eq=False)
 class Lane:
     """Requests that share launches.
@@ -155,8 +201,7 @@ class Lane:
         num_drafts: Drafts wanted of each, as the device knows them.
         wanted: Drafts wanted of each from here on.
         plan: What its next launch runs, while nothing changes.
-        words: The block, while the buffers hold another's.
-        tables: Per KV group of the cache, [R, max_blocks] int32; a row an entry.
+        room: Its block and tables.
         is_loaded: The buffers hold this lane's block and tables.
         has_new_pages: The buffers' tables are behind.
         emitted: Tokens that each has said since it was laid out; likewise accepted and drafted.
@@ -176,8 +221,7 @@ class Lane:
     sequences: list[SequenceState]
     num_drafts: list[int]
     wanted: list[int]
-    words: Tensor
-    tables: list[Tensor]
+    room: Room
     is_loaded: bool = False
     has_new_pages: bool = True
     emitted: list[int] = field(default_factory=lambda: [0] * MAX_ROWS)
@@ -214,18 +258,19 @@ class Lanes:
         self.programs, self._group_ids = programs, tuple(group_ids)
         self.device = programs.device
         self._loaded: Lane | None = None
-        self._spare: list[tuple[Tensor, list[Tensor]]] = []
+        self._spare: list[Room] = []
+        self._rows = Staging(self.device)
         self._blocks: list[Block] = []
         self._ends: list[torch.cuda.Event] = []
 
     def make(self, sequences: Sequence[SequenceState], num_drafts: Sequence[int], mask_token: int) -> Lane:
         """Lay requests out anew: anchors, and mask tokens where drafts are to come."""
-        words, tables = self._spare.pop() if self._spare else self._allocate()
-        lane = Lane(list(sequences), list(num_drafts), list(num_drafts), words, tables)
-        host = Block.allocate("cpu", pinned=self.device.type == "cuda")
+        room = self._spare.pop() if self._spare else Room.allocate(self.programs)
+        lane = Lane(list(sequences), list(num_drafts), list(num_drafts), room)
+        host = room.staging.clear()
         lay_out(host.arrays, sequences, num_drafts, mask_token)
         lane.row_start = host.arrays["row_start"].tolist()
-        lane.words.copy_(host.words, non_blocking=True)
+        room.words.copy_(host.words, non_blocking=True)
         for entry in range(len(sequences)):
             self.upload_pages(lane, entry)
         return lane
@@ -235,7 +280,8 @@ class Lanes:
         if self._loaded is lane:
             self._loaded = None
         lane.is_loaded = False
-        self._spare.append((lane.words, lane.tables))
+        lane.room.staging.leave()
+        self._spare.append(lane.room)
 
     def upload_pages(self, lane: Lane, entry: int) -> None:
         """Send the block-table entries that the device does not have yet."""
@@ -243,8 +289,10 @@ class Lanes:
             known = lane.num_uploaded.get((entry, i), 0)
             entries = table.as_tuple()
             if len(entries) > known:
-                fresh = pinned_copy(np.array(entries[known:], dtype=np.int32), self.device)
-                lane.tables[group][entry, known : len(entries)].copy_(fresh, non_blocking=True)
+                pages = lane.room.pages[group][entry]
+                pages.numpy()[known : len(entries)] = entries[known:]
+                to = lane.room.tables[group][entry, known : len(entries)]
+                to.copy_(pages[known : len(entries)], non_blocking=True)
                 lane.num_uploaded[entry, i] = len(entries)
                 lane.has_new_pages = True
 
@@ -253,18 +301,18 @@ class Lanes:
         programs = self.programs
         if not lane.is_loaded:
             self.unload()
-            programs.state.words.copy_(lane.words)
+            programs.state.words.copy_(lane.room.words)
             self._loaded, lane.is_loaded, lane.has_new_pages = lane, True, True
         if lane.has_new_pages:
             num = len(lane.sequences)
             for group in self._group_ids:
-                programs.tables[group][:num].copy_(lane.tables[group][:num])
+                programs.tables[group][:num].copy_(lane.room.tables[group][:num])
             lane.has_new_pages = False
 
     def unload(self) -> None:
         """Save the block in the buffers, so that they can be used for something else."""
         if self._loaded is not None:
-            self._loaded.words.copy_(self.programs.state.words)
+            self._loaded.room.words.copy_(self.programs.state.words)
             self._loaded.is_loaded = False
             self._loaded = None
 
@@ -280,7 +328,7 @@ class Lanes:
             token_ids: The rows' tokens, where the program reads them; then the sequence's tables go along.
         """
         self.unload()
-        host = Block.allocate("cpu", pinned=self.device.type == "cuda")
+        host = self._rows.clear()
         fields = host.arrays
         fields["input_ids"][: len(token_ids)] = token_ids
         fields["positions"][:num_rows] = np.arange(first, first + num_rows)
@@ -291,6 +339,7 @@ class Lanes:
             fields["row_temperatures"][:num_rows] = sequence.request.params.temperature
             write_filters(fields, 0, sequence.request.params)
         self.programs.state.words.copy_(host.words, non_blocking=True)
+        self._rows.leave()
         if token_ids and sequence is not None:
             for group, table in zip(self._group_ids, sequence.tables, strict=True):
                 entries = pinned_copy(np.array(table.as_tuple(), dtype=np.int32), self.device)
@@ -341,7 +390,3 @@ class Lanes:
         """Wait until the device has come to a mark."""
         if not isinstance(until, float):
             until.synchronize()
-
-    def _allocate(self) -> tuple[Tensor, list[Tensor]]:
-        programs = self.programs
-        return torch.zeros_like(programs.state.words), [torch.zeros_like(t) for t in programs.tables]

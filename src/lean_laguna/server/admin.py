@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lean_laguna.core import heap
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.engine.llm import LLM
 from lean_laguna.engine.loading import load_engine
@@ -70,6 +71,7 @@ async def update_weights(service: Service, request: Request) -> Response:
     finally:
         service.gate.set()
         service.engine.set_paused(was_paused)
+    await service.engine.call(lambda llm: heap.settle())
     service.weights_changed(body.version)
     answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
     return JSON(answer)

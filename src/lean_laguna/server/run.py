@@ -12,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from lean_laguna.core import heap
 from lean_laguna.engine.llm import LLM
 from lean_laguna.server.app import App
 from lean_laguna.server.service import Service
@@ -107,6 +108,7 @@ def serve(
             failed.append(service.engine.error)
             server.should_exit = True
         else:
+            heap.settle()
             on_ready(service)
 
     server = make_server(config, load, settled, log_level=log_level, has_access_log=has_access_log)

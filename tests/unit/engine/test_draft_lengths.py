@@ -1,7 +1,9 @@
+import random
+
 import pytest
 
 from lean_laguna.core.types import SamplingParams
-from lean_laguna.engine.draft_lengths import DraftLengths
+from lean_laguna.engine.draft_lengths import DraftLengths, SpareTime
 from lean_laguna.spec.draft_schedule import StepCosts
 from support.engines import PROPOSERS, make_engine, tokens_of
 
@@ -144,3 +146,29 @@ def test_a_step_launched_ahead_may_speak_for_fewer_sequences_than_were_chosen_fo
     assert controller.told[-1][3] == [(6, 2)]
     lengths.observe([second], [(7, 2)], draft_s=1.0, verify_s=1.0, are_earlier=True)
     assert controller.told[-1][3] == [(7, 2)], "more were chosen then"
+
+
+@pytest.mark.parametrize(("wait_us", "every"), [(0, 64), (20, 40), (100, 8), (200, 4), (3000, 1)])
+def test_a_sixteenth_of_the_time_that_the_host_waits_is_for_learning(wait_us, every):
+    spare = SpareTime(50e-6)
+    told = [spare.is_enough(wait_us * 1e-6) for _ in range(640)][320:]
+    assert sum(told) == pytest.approx(320 / every, abs=1)
+
+
+def test_after_a_layout_there_is_no_time_until_launches_run_ahead():
+    spare = SpareTime(50e-6)
+    for _ in range(200):
+        spare.is_enough(150e-6)
+    for _ in range(3):
+        spare.restart()
+        assert [spare.is_enough(150e-6) for _ in range(5)].index(True) == 4
+
+
+def test_a_long_wait_of_its_own_lets_no_step_teach():
+    """Steps whose many drafts go well are waited for longest; who learns from them expects too much."""
+    spare, told, draw = SpareTime(50e-6), [], random.Random(0)
+    for _ in range(4000):
+        is_long = draw.random() < 1 / 7
+        told.append((spare.is_enough(400e-6 if is_long else 50e-6), is_long))
+    long_ones = [is_long for is_heard, is_long in told if is_heard]
+    assert sum(long_ones) / len(long_ones) == pytest.approx(1 / 7, abs=0.05)
