@@ -17,6 +17,7 @@ _CHECKED_DRAFT_TOKENS, _LEAST_ACCEPTED = 200, 2
 
 _SPARE_SHARE = 1 / 16  # of the time that the host waits, for learning from steps that need not teach
 _WAITS_KEPT = 0.9  # weight of the waits before a step
+_LONGEST_LESSON = 4.0  # times the usual one
 _RAREST = 64  # steps of which one teaches where the host hardly waits
 
 
@@ -30,7 +31,7 @@ class SpareTime:
         """Start with no wait known.
 
         Args:
-            learning_s: What learning from a step takes.
+            learning_s: What learning from a step takes, until `learned` says more.
         """
         self._learning_s, self._wait_s = learning_s, 0.0
         self.restart()
@@ -39,6 +40,11 @@ class SpareTime:
         """Begin anew, with nothing under way: until launches run ahead there is no time to spare."""
         per_step_s = max(self._learning_s / _RAREST, _SPARE_SHARE * self._wait_s)
         self._num_left = max(1, int(self._learning_s / per_step_s))
+
+    def learned(self, seconds: float) -> None:
+        """Take what learning from a step took; a stall now and then says nothing."""
+        most_s = _LONGEST_LESSON * self._learning_s
+        self._learning_s = _WAITS_KEPT * self._learning_s + (1 - _WAITS_KEPT) * min(seconds, most_s)
 
     def is_enough(self, waited_s: float) -> bool:
         """Say whether a step may teach.

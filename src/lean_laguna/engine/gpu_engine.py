@@ -383,7 +383,9 @@ class GpuEngine(LLMEngine):
         if spoke and a_round.is_alone:
             sequences, counts = [one.sequence for one in spoke], [one.counts for one in spoke]
             if self._draft_lengths.hears(sequences, counts, is_idle=self._spare_time.is_enough(waited_s)):
+                start_s = time.perf_counter()
                 self._learn(a_round, spoke)
+                self._spare_time.learned(time.perf_counter() - start_s)
 
     def _learn(self, a_round: _Round, spoke: Sequence[Spoke]) -> None:
         """Tell who chooses draft lengths of a round that only decoded."""

@@ -155,6 +155,14 @@ def test_a_sixteenth_of_the_time_that_the_host_waits_is_for_learning(wait_us, ev
     assert sum(told) == pytest.approx(320 / every, abs=1)
 
 
+def test_lessons_are_as_rare_as_they_are_long():
+    spare, told = SpareTime(50e-6), []
+    for i in range(2000):
+        told.append(spare.is_enough(200e-6))
+        spare.learned(1.0 if i % 400 == 0 else 100e-6)
+    assert sum(told[1200:]) == pytest.approx(800 / 8, abs=3)
+
+
 def test_after_a_layout_there_is_no_time_until_launches_run_ahead():
     spare = SpareTime(50e-6)
     for _ in range(200):
