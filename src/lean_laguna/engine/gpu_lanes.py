@@ -262,9 +262,12 @@ class Lanes:
         self._rows = Staging(self.device)
         self._blocks: list[Block] = []
         self._ends: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream | None = None  # of the lanes' launches; asking takes a while
 
     def make(self, sequences: Sequence[SequenceState], num_drafts: Sequence[int], mask_token: int) -> Lane:
         """Lay requests out anew: anchors, and mask tokens where drafts are to come."""
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         room = self._spare.pop() if self._spare else Room.allocate(self.programs)
         lane = Lane(list(sequences), list(num_drafts), list(num_drafts), room)
         host = room.staging.clear()
@@ -374,7 +377,7 @@ class Lanes:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = self._ends.pop() if self._ends else torch.cuda.Event()
-        event.record()
+        event.record(self._stream)
         return event
 
     def wait_for(self, launched: Launched) -> None:
