@@ -10,14 +10,15 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
     EXTERN_SHARED(u16, tiles);
     const Shared shared = laid_out(tiles + WARPS * TILE);
     const Task &task = shared.task;
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.x % CLUSTER;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const Places places = places_of(tiles, shared.queries, warp, lane);
     stamp(STARTED);
     const int num_requests = load_fresh32(num_requests_at);
     read_rows(shared.rows, row_count, row_start, positions, thread);
-    int index = blockIdx.x / CLUSTER;
+    const Crew crew = crew_of(shared.rows, num_requests);
+    int index = crew.first_task();
     const int before = tasks_before(shared.rows, num_requests, thread);
-    find_first(shared, index, num_requests, before, thread);
+    find_first(shared, crew, index, num_requests, before, thread);
     if (task.num_queries == 0) {
         leave_room();
         return;
@@ -31,10 +32,10 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
         u16 gate = 0;
         bool may_hand_over = false;
 #pragma unroll 1
-        for (int part = rank; part < KEY_PARTS; part += CLUSTER) {
+        for (int part = crew.rank; part < KEY_PARTS; part += crew.size) {
             int split = task.low_split + place_of(task, part), next_page = 0;
             const bool is_there = split < end_split;
-            if (part != rank && is_there) __syncthreads();  // the warps' sums have been read
+            if (part != crew.rank && is_there) __syncthreads();  // the warps' sums have been read
             if (is_there) {
                 const int page = page_of(task, split, own_table, warp, lane);
                 next_page = page_of(task, split + KEY_PARTS, own_table, warp, lane);
@@ -43,9 +44,9 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                 copy_keys(places.keys_to + KEYS * STRIDE * 2, v_cache, task, split, page, warp, lane);
                 end_stream_group();
             }
-            if (part == rank) {
+            if (part == crew.rank) {
                 Items items;
-                begin_items(items, task, q_norm, k_norm, cos_table, sin_table, own_table, thread);
+                begin_items(items, task, crew, q_norm, k_norm, cos_table, sin_table, own_table, thread);
                 if (!waited) {
                     let_next_start();
                     stamp(ASKED);
@@ -53,14 +54,14 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
                     stamp(WAITED);
                     waited = true;
                 }
-                gate = gate_of(task, thread / (OWN / 2), qkv);
+                gate = gate_of(task, thread >> (crew.own_bits - 1), qkv);
                 finish_items(items, task, qkv, shared.queries, shared.fresh, k_cache, v_cache, eps, thread);
                 __syncthreads();
                 stamp(PREPARED);
             }
             if (!is_there) continue;
-            if (CLUSTER < KEY_PARTS && part + CLUSTER < KEY_PARTS) {
-                const int next = task.low_split + place_of(task, part + CLUSTER);
+            if (LEAST < KEY_PARTS && part + crew.size < KEY_PARTS) {
+                const int next = task.low_split + place_of(task, part + crew.size);
                 if (next < end_split) prefetch_keys(k_cache, v_cache, task, next, own_table, warp, lane);
             }
             Sums sums = {};
@@ -94,18 +95,16 @@ attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, const 
             __syncthreads();
             if (!may_hand_over) wait_for_cluster();
             may_hand_over = true;
-            hand_over(task, part, (const float *)tiles, TILE / 2, shared.stats, shared.inbox, shared.inbox_stats, shared.arrival, warp, lane);
+            hand_over(task, crew, part, (const float *)tiles, TILE / 2, shared.stats, shared.inbox, shared.inbox_stats, shared.arrival, warp, lane);
         }
         if (!may_hand_over) wait_for_cluster();
         stamp(FIRST_DONE);
-        if (rank < OWNERS) {
-            wait_for_bytes(shared.arrival, parity);
-            parity ^= 1;
-            add_all_parts(shared, gate, qkv, out, thread);
-        }
+        wait_for_bytes(shared.arrival, parity);
+        parity ^= 1;
+        add_all_parts(shared, crew, gate, qkv, out, thread);
         if (COLS == 1) break;
-        index += gridDim.x / CLUSTER;
-        goes_on = find_next(shared, index, num_requests, before, thread);
+        index += crew.stride();
+        goes_on = find_next(shared, crew, index, num_requests, before, thread);
     }
     stamp(ENDED);
 }

@@ -3,12 +3,13 @@
 //
 // -D: H query heads, J KV heads, P head size (128); ROTARY dimensions turned; WINDOW (0: all keys); CAUSAL;
 // QK_NORM; GATE; KV_BLOCK keys a page; KEY_PARTS in which a row's keys are added up; CLUSTER programs that share them, a
-// divisor of KEY_PARTS; COLS rows at most, 16 of a request; MOST requests, of which any may have no rows.
+// divisor of KEY_PARTS, or LEAST of them each, where CROWD programs would not do for all tasks; COLS rows at most, 16 of a
+// request; MOST requests, of which any may have no rows.
 // The context is cut at absolute multiples of 128 keys. Split s belongs to part s % KEY_PARTS, and sixteen of its keys to
 // each warp of the program that has the part: there each warp is on its own, with a running softmax. Then the warps' sums
-// are added, and handed over to programs of the cluster, each of which adds up its own dimensions over the parts,
+// are added, and handed over to programs of the crew, each of which adds up its own dimensions over the parts,
 // always in the same order. A split or part that a row does not see changes nothing of the row. So a row's bits are
-// its own, alone or beside others, and do not follow the size of the cluster.
+// its own, alone or beside others, and do not follow the size of the crew.
 // No program leaves before it has all that is handed over to it.
 #pragma once
 #include "common.cuh"
@@ -23,9 +24,7 @@
 #define STRIDE (P + 8)
 #define TILE (2 * KEYS * STRIDE)
 #define SUM_STRIDE (P + 8)
-// Programs of a cluster that add up parts, each some of the dimensions.
-#define OWNERS (CLUSTER >= 8 ? 8 : CLUSTER >= 4 ? 4 : CLUSTER >= 2 ? 2 : 1)
-#define OWN (P / OWNERS)
+static_assert(KEY_PARTS % CLUSTER == 0 && CLUSTER % LEAST == 0 && CLUSTER <= 8, "parts are shared out evenly");
 #define SLICES (P / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
@@ -50,6 +49,27 @@ struct Rows {
 };
 
 DEVICE int tasks_of(int count) { return J * ((count * GROUP + QUERIES - 1) / QUERIES); }
+
+// The programs of a cluster that share a task, a power of two: how many, the first one's rank in the cluster, the
+// program's own among them, and of how many dimensions (2^own_bits) each adds up the parts.
+struct Crew {
+    int size, first, rank, own_bits;
+
+    METHOD int own() const { return 1 << own_bits; }
+    // The first of its tasks, and from one to the next: whole clusters have their first crews at work before any second.
+    METHOD int first_task() const { return blockIdx.x / CLUSTER + (first ? gridDim.x / CLUSTER : 0); }
+    METHOD int stride() const { return gridDim.x / CLUSTER * (size < CLUSTER ? CLUSTER / LEAST : 1); }
+};
+DEVICE Crew crew_of(const Rows &rows, int num_requests) {
+    int size = CLUSTER;
+    if (LEAST < CLUSTER) {
+        int tasks = 0;
+        for (int r = 0; r < num_requests; r++) tasks += tasks_of(rows.count[r]);
+        if (tasks * CLUSTER > CROWD) size = LEAST;
+    }
+    const int rank = blockIdx.x % CLUSTER, bits = size >= 8 ? 3 : size >= 4 ? 2 : size >= 2 ? 1 : 0;
+    return {size, rank & -size, rank & (size - 1), 7 - bits};
+}
 
 // Task `index` of a request.
 DEVICE void write_task(Task &task, int request, int index, const Rows &rows) {
@@ -92,9 +112,9 @@ DEVICE bool find_task(Task &task, int index, const Rows &rows, int num_requests,
     return false;
 }
 
-// What is handed over to each program that adds up parts.
-DEVICE u32 expected_bytes(const Task &task) {
-    return min(task.num_splits, KEY_PARTS) * task.num_queries * (OWN * (int)sizeof(float) + (int)sizeof(float2));
+// What is handed over to each program.
+DEVICE u32 expected_bytes(const Task &task, const Crew &crew) {
+    return min(task.num_splits, KEY_PARTS) * task.num_queries * (crew.own() * (int)sizeof(float) + (int)sizeof(float2));
 }
 
 // A program's shared memory behind its warps' keys and values.
@@ -110,7 +130,7 @@ DEVICE Shared laid_out(u16 *queries) {
     u16 *fresh = queries + QUERIES * STRIDE;
     float2 *stats = (float2 *)(fresh + OWN_ROWS * 2 * STRIDE), *inbox_stats = stats + WARPS * QUERIES;
     float *inbox = (float *)(inbox_stats + KEY_PARTS * QUERIES);
-    Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * OWN);
+    Rows &rows = *(Rows *)(inbox + KEY_PARTS * QUERIES * (P / LEAST));
     Task &task = *(Task *)(&rows + 1);
     return {queries, fresh, stats, inbox_stats, inbox, rows, task, (u64 *)((int *)&task + 10)};
 }
@@ -140,19 +160,19 @@ DEVICE void read_rows(Rows &rows, const int *count, const int *start, const int 
 }
 
 // Find a program's first task, and make the arrival of what is handed over to it.
-DEVICE void find_first(const Shared &shared, int index, int num_requests, int before, int thread) {
-    if (find_task(shared.task, index, shared.rows, num_requests, before, thread) && blockIdx.x % CLUSTER < OWNERS) {
+DEVICE void find_first(const Shared &shared, const Crew &crew, int index, int num_requests, int before, int thread) {
+    if (find_task(shared.task, index, shared.rows, num_requests, before, thread)) {
         init_arrival(shared.arrival);
         show_arrivals();
-        expect_bytes(shared.arrival, expected_bytes(shared.task));
+        expect_bytes(shared.arrival, expected_bytes(shared.task, crew));
     }
     __syncthreads();
 }
 // Find its next one, whose parts may then be handed over; false where there is none.
-DEVICE bool find_next(const Shared &shared, int index, int num_requests, int before, int thread) {
+DEVICE bool find_next(const Shared &shared, const Crew &crew, int index, int num_requests, int before, int thread) {
     __syncthreads();
-    if (find_task(shared.task, index, shared.rows, num_requests, before, thread) && blockIdx.x % CLUSTER < OWNERS)
-        expect_bytes(shared.arrival, expected_bytes(shared.task));
+    if (find_task(shared.task, index, shared.rows, num_requests, before, thread))
+        expect_bytes(shared.arrival, expected_bytes(shared.task, crew));
     __syncthreads();
     const bool is_there = shared.task.num_queries > 0;
     if (is_there) arrive_at_cluster();
@@ -276,14 +296,14 @@ struct Items {
 };
 
 // The constant part, which needs no waiting.
-DEVICE void begin_items(Items &items, const Task &task, const u16 *q_norm, const u16 *k_norm, const u16 *cos_table,
-                        const u16 *sin_table, const int *own_table, int thread) {
-    const int lane = thread & 31, rank = blockIdx.x % CLUSTER;
+DEVICE void begin_items(Items &items, const Task &task, const Crew &crew, const u16 *q_norm, const u16 *k_norm,
+                        const u16 *cos_table, const u16 *sin_table, const int *own_table, int thread) {
+    const int lane = thread & 31;
 #pragma unroll
     for (int j = 0; j < ROUNDS; j++) {
         const int i = thread / 16 + 16 * j, row = i - QUERIES;
         const int position = task.first + (row < 0 ? (task.first_query + i) / GROUP : row);
-        const bool is_own = position <= task.last && position / SPLIT % KEY_PARTS % CLUSTER == rank;
+        const bool is_own = position <= task.last && (position / SPLIT % KEY_PARTS & (crew.size - 1)) == crew.rank;
         items.position[j] = position, items.wanted[j] = row < 0 ? i < task.num_queries : is_own;
         items.by[j] = *(const uint4 *)((row < 0 ? q_norm : k_norm) + lane % 16 * 8);
         items.cosines[j] = items.sines[j] = make_uint4(0, 0, 0, 0), items.block[j] = 0;
@@ -383,8 +403,8 @@ DEVICE void leave_sums(const Sums &sums, float *own, float2 *stats, int lane) {
     }
 }
 
-// Add the warps' sums of a part, `pitch` floats from one's to the next one's, and hand each program of the cluster its dimensions, a warp a query.
-DEVICE void hand_over(const Task &task, int part, const float *sums, int pitch, const float2 *stats, float *inbox,
+// Add the warps' sums of a part, `pitch` floats from one's to the next one's, and hand each program of the crew its dimensions, a warp a query.
+DEVICE void hand_over(const Task &task, const Crew &crew, int part, const float *sums, int pitch, const float2 *stats, float *inbox,
                       float2 *inbox_stats, u64 *arrival, int warp, int lane) {
 #pragma unroll 1
     for (int query = warp; query < task.num_queries; query += WARPS) {
@@ -401,14 +421,15 @@ DEVICE void hand_over(const Task &task, int part, const float *sums, int pitch, 
             sum.x += own.x * by, sum.y += own.y * by, sum.z += own.z * by, sum.w += own.w * by;
         }
         const int slot = part * QUERIES + query;
-        send4((float4 *)(inbox + slot * OWN + lane * 4 % OWN), lane * 4 / OWN, sum, arrival);
-        if (lane < OWNERS) send2(inbox_stats + slot, lane, make_float2(highest, total), arrival);
+        float4 *to = (float4 *)(inbox + (slot << crew.own_bits) + (lane * 4 & (crew.own() - 1)));
+        send4(to, crew.first + (lane * 4 >> crew.own_bits), sum, arrival);
+        if (lane < crew.size) send2(inbox_stats + slot, crew.first + lane, make_float2(highest, total), arrival);
     }
 }
 
 // Two dimensions of a query, added up over the parts.
-DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float *inbox, const float2 *inbox_stats,
-                      u16 *out) {
+DEVICE void add_parts(const Task &task, const Crew &crew, int query, int d, u16 gate, const float *inbox,
+                      const float2 *inbox_stats, u16 *out) {
     float highest = -INF, total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll 4
     for (int part = 0; part < KEY_PARTS; part++)
@@ -417,7 +438,8 @@ DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float 
     for (int part = 0; part < KEY_PARTS; part++) {
         if (place_of(task, part) >= task.num_splits) continue;
         const float2 stat = inbox_stats[part * QUERIES + query];
-        const float2 own = *(const float2 *)(inbox + (part * QUERIES + query) * OWN + d % OWN);
+        const int slot = part * QUERIES + query;
+        const float2 own = *(const float2 *)(inbox + (slot << crew.own_bits) + (d & (crew.own() - 1)));
         const float by = weight_of(stat.x, highest);
         total += stat.y * by, x += own.x * by, y += own.y * by;
     }
@@ -426,10 +448,11 @@ DEVICE void add_parts(const Task &task, int query, int d, u16 gate, const float 
     *(u32 *)(out + (size_t)row * (H * P) + head * P + d) = pack(rounded(x * by) * opened, rounded(y * by) * opened);
 }
 // The program's own dimensions of all of a task's queries; a thread has the gate of its first one.
-DEVICE void add_all_parts(const Shared &shared, u16 gate, const u16 *qkv, u16 *out, int thread) {
-    for (int i = thread; i < shared.task.num_queries * (OWN / 2); i += WARPS * 32) {
-        const int query = i / (OWN / 2), d = blockIdx.x % CLUSTER * OWN + i % (OWN / 2) * 2;
-        add_parts(shared.task, query, d, i == thread ? gate : gate_of(shared.task, query, qkv), shared.inbox,
+DEVICE void add_all_parts(const Shared &shared, const Crew &crew, u16 gate, const u16 *qkv, u16 *out, int thread) {
+    const int pairs = crew.own() / 2;
+    for (int i = thread; i < shared.task.num_queries * pairs; i += WARPS * 32) {
+        const int query = i >> (crew.own_bits - 1), d = (crew.rank << crew.own_bits) + (i & (pairs - 1)) * 2;
+        add_parts(shared.task, crew, query, d, i == thread ? gate : gate_of(shared.task, query, qkv), shared.inbox,
                   shared.inbox_stats, out);
     }
 }

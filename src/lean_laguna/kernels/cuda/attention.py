@@ -20,6 +20,8 @@ PARTS = 8
 """In which a row's keys are added up."""
 PROGRAMS = 2
 """Of a multiprocessor, in steps of 2 to 16 rows."""
+CROWD = 1.5
+"""Of a multiprocessor, that may share the tasks of such a step; beyond, fewer share each."""
 WIDE_CLUSTERS = (2, 1)
 """Programs of a cluster in wider steps, in full layers and in those with windows."""
 TILE = 16
@@ -33,21 +35,17 @@ def has_clusters(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def cluster_programs(shape: AttentionShape, cols: int) -> int:
-    """Return how many programs share the parts of a KV head's keys; the bits do not follow it.
+def cluster_programs(shape: AttentionShape, cols: int) -> tuple[int, int]:
+    """Return how many programs share the parts of a KV head's keys, at most and at least.
 
-    Of many rows there are many tasks: fewer programs each, so that all have room at once.
+    Of many rows there are many tasks: fewer programs each, so that all have room at once. Where the two differ
+    the kernel counts the tasks (`CROWD`). The bits do not follow it.
     """
     if cols > WIDE:
-        return WIDE_CLUSTERS[bool(shape.window)]
-    if cols == 1 or (cols == 8 and not shape.window):
-        return PARTS
-    return 4 if cols == 8 or not shape.window else 2
-
-
-def _dims(cluster: int, head_dim: int) -> int:
-    """Return the dimensions in which one of the programs that do so adds up the parts."""
-    return head_dim // (1 << min(3, cluster.bit_length() - 1))
+        return (WIDE_CLUSTERS[bool(shape.window)],) * 2
+    if cols <= 8:
+        return PARTS, 4 if cols == 8 and shape.window else PARTS
+    return (2, 2) if shape.window else (4, 4)
 
 
 def num_queries(shape: AttentionShape, cols: int) -> int:
@@ -58,7 +56,7 @@ def num_queries(shape: AttentionShape, cols: int) -> int:
 def _shared_bytes(shape: AttentionShape, cols: int) -> int:
     """Return the bytes of shared memory of a program."""
     queries = num_queries(shape, cols)
-    own_dims = _dims(cluster_programs(shape, cols), shape.head_dim)
+    own_dims = shape.head_dim // cluster_programs(shape, cols)[1]
     # Keys and values of a split, queries, keys and values of a request's rows; peaks and totals of warps and
     # parts, sums of parts in the program's own dimensions; where rows stand, the task, an arrival.
     vectors = 2 * SPLIT + queries + 2 * min(cols, WIDE)
@@ -112,7 +110,7 @@ def attend(
         eps: Of the query and key norms.
     """
     p, heads, cols = shape.head_dim, shape.num_kv_heads, launch.cols
-    cluster, queries = cluster_programs(shape, cols), num_queries(shape, cols)
+    (cluster, least), queries = cluster_programs(shape, cols), num_queries(shape, cols)
     source = Source.of(
         "wide_attention" if cols > WIDE else "attention",
         H=shape.num_heads,
@@ -126,6 +124,8 @@ def attend(
         KV_BLOCK=cache[0].shape[1],
         KEY_PARTS=PARTS,
         CLUSTER=cluster,
+        LEAST=least,
+        CROWD=int(CROWD * multiprocessors(qkv.device)),
         COLS=cols,
         MOST=MAX_ROWS,
     )

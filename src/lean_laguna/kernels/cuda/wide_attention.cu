@@ -27,14 +27,15 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
     float *all_sums = (float *)(tiles + WARPS * TILE);
     const Shared shared = laid_out((u16 *)(all_sums + WARPS * QUERIES * SUM_STRIDE));
     const Task &task = shared.task;
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.x % CLUSTER;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const Places places = places_of(tiles, shared.queries, warp, lane);
     stamp(STARTED);
     const int num_requests = load_fresh32(num_requests_at);
     read_rows(shared.rows, row_count, row_start, positions, thread);
-    int index = blockIdx.x / CLUSTER;
+    const Crew crew = crew_of(shared.rows, num_requests);
+    int index = crew.first_task();
     const int before = tasks_before(shared.rows, num_requests, thread);
-    find_first(shared, index, num_requests, before, thread);
+    find_first(shared, crew, index, num_requests, before, thread);
     if (task.num_queries == 0) {
         leave_room();
         return;
@@ -44,7 +45,7 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
     bool waited = false;
     for (bool goes_on = true; goes_on;) {
         const int *own_table = table + (size_t)task.request * table_stride;
-        Walk now = {rank, task.low_split + place_of(task, rank) - KEY_PARTS};
+        Walk now = {crew.rank, task.low_split + place_of(task, crew.rank) - KEY_PARTS};
         now.next(task);
         Walk then = now;
         then.next(task);
@@ -57,7 +58,7 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
             end_stream_group();
         }
         Items items;
-        begin_items(items, task, q_norm, k_norm, cos_table, sin_table, own_table, thread);
+        begin_items(items, task, crew, q_norm, k_norm, cos_table, sin_table, own_table, thread);
         if (!waited) {
             let_next_start();
             stamp(ASKED);
@@ -65,7 +66,7 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
             stamp(WAITED);
             waited = true;
         }
-        const u16 gate = gate_of(task, thread / (OWN / 2), qkv);
+        const u16 gate = gate_of(task, thread >> (crew.own_bits - 1), qkv);
         finish_items(items, task, qkv, shared.queries, shared.fresh, k_cache, v_cache, eps, thread);
         __syncthreads();
         stamp(PREPARED);
@@ -106,17 +107,15 @@ wide_attention(const u16 *qkv, u16 *out, const u16 *q_norm, const u16 *k_norm, c
             __syncthreads();
             if (!may_hand_over) wait_for_cluster();
             may_hand_over = true;
-            hand_over(task, part, all_sums, QUERIES * SUM_STRIDE, shared.stats, shared.inbox, shared.inbox_stats, shared.arrival, warp, lane);
+            hand_over(task, crew, part, all_sums, QUERIES * SUM_STRIDE, shared.stats, shared.inbox, shared.inbox_stats, shared.arrival, warp, lane);
         }
         if (!may_hand_over) wait_for_cluster();
         stamp(FIRST_DONE);
-        if (rank < OWNERS) {
-            wait_for_bytes(shared.arrival, parity);
-            parity ^= 1;
-            add_all_parts(shared, gate, qkv, out, thread);
-        }
-        index += gridDim.x / CLUSTER;
-        goes_on = find_next(shared, index, num_requests, before, thread);
+        wait_for_bytes(shared.arrival, parity);
+        parity ^= 1;
+        add_all_parts(shared, crew, gate, qkv, out, thread);
+        index += crew.stride();
+        goes_on = find_next(shared, crew, index, num_requests, before, thread);
     }
     stamp(ENDED);
 }

@@ -19,11 +19,11 @@ SLIDING = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, rotary_dim=1
 @pytest.fixture
 def small_clusters(monkeypatch):
     """Few parts and programs, so that a small test's have several splits and parts."""
-    monkeypatch.setattr(module, "PARTS", 6)
+    monkeypatch.setattr(module, "PARTS", 4)
     monkeypatch.setattr(
         module,
         "cluster_programs",
-        lambda shape, cols: {1: 6, 8: 3, 16: 2, 32: 2, 64: 1}[cols],
+        lambda shape, cols: {1: (4, 4), 8: (4, 2), 16: (2, 2), 32: (2, 2), 64: (1, 1)}[cols],
     )
 
 
@@ -111,6 +111,25 @@ def test_rows_of_many_requests_have_the_bits_of_few(draw, poisoned, device, shap
         scene.table[0] = scene.table[r].clone()
         alone = run(scene, 16)[:n]
         assert torch.equal(alone.view(torch.int16), together[start : start + n].view(torch.int16))
+
+
+@pytest.mark.usefixtures("small_clusters")
+@pytest.mark.parametrize(
+    ("heads", "counts"), [(1, [1]), (3, [1]), (2, [7]), (3, [3, 0, 2]), (1, [1, 1, 1, 1, 1])]
+)
+def test_how_many_programs_share_a_task_changes_no_bit(draw, poisoned, device, monkeypatch, heads, counts):
+    """Half of a cluster may have a task more than the other half, or none at all."""
+    shape = dataclasses.replace(SLIDING, num_heads=4 * heads, num_kv_heads=heads)
+    scene = scene_of(shape, [253, 40, 517, 3, 130][: len(counts)], counts, draw, poisoned, device)
+    together = []
+    for crowd in (0, 1000):  # all tasks are too many, and none
+        monkeypatch.setattr(module, "CROWD", crowd)
+        together.append(run(scene, 8)[: scene.total].clone())
+        scene.out.fill_(float("nan"))
+    halves, whole = together
+    assert not halves.isnan().any()
+    assert torch.equal(halves.view(torch.int16), whole.view(torch.int16))
+    assert torch.equal(run(scene, 16)[: scene.total].view(torch.int16), whole.view(torch.int16))
 
 
 @pytest.mark.usefixtures("small_clusters")
