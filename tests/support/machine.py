@@ -13,13 +13,17 @@ from lean_laguna.spec.draft_length import DraftLengthController
 
 @dataclass
 class Machine:
-    """Times of a step; ``rates(context)`` gives each position's acceptance given the ones before it."""
+    """Times of a step; ``rates(context)`` gives each position's acceptance given the ones before it.
+
+    A step of another length than the one before takes longer by the share ``cold``.
+    """
 
     draft_s: Callable[[int, int, int], float]
     verify_s: Callable[[int, int, int], float]
     rates: Callable[[int], Sequence[float]]
     jitter: float = 0.0
     max_draft_tokens: int = 15
+    cold: float = 0.0
 
     def tokens_per_s(self, length: int, batch: int = 1, context: int = 100) -> float:
         """True speed of one sequence at a fixed draft length."""
@@ -73,8 +77,11 @@ def run(
                 count += 1
             accepted.append((length, count))
         noise = [1 + machine.jitter * abs(rng.gauss(0, 1)) for _ in range(2)]
-        draft_s = machine.draft_s(length, batch, context) * noise[0]
-        verify_s = machine.verify_s(length, batch, context) * noise[1]
+        is_cold = bool(lengths) and lengths[-1] != length
+        draft_s, verify_s = (
+            own_s(length, batch, context) * by * (1 + machine.cold * is_cold)
+            for own_s, by in zip((machine.draft_s, machine.verify_s), noise, strict=True)
+        )
         unheard.append((length, batch, context, draft_s, verify_s, accepted))
         if len(unheard) > late:
             heard = unheard.popleft()

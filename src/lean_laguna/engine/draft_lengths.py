@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lean_laguna.core.config import DraftLength, EngineConfig
 from lean_laguna.engine.sequence import SequenceState
 from lean_laguna.spec.draft_length import DraftLengthController
+from lean_laguna.spec.draft_trials import Policy
 from lean_laguna.spec.dspark_proposer import DSparkProposer
 from lean_laguna.spec.proposer import Proposer
 
@@ -189,7 +190,11 @@ class DraftLengths:
 
 
 def controller_for(
-    proposer: Proposer | None, num_speculative_tokens: DraftLength | None, config: EngineConfig
+    proposer: Proposer | None,
+    num_speculative_tokens: DraftLength | None,
+    config: EngineConfig,
+    *,
+    trial_steps: int = 1,
 ) -> DraftLengthController | None:
     """Return the controller for a drafter; the configuration says the length where the caller does not."""
     if proposer is None:
@@ -198,5 +203,6 @@ def controller_for(
     return DraftLengthController(
         proposer.max_draft_tokens,
         configured if num_speculative_tokens is None else num_speculative_tokens,
+        policy=Policy(trial_steps=trial_steps),
         schedule=proposer.schedule if isinstance(proposer, DSparkProposer) else None,
     )

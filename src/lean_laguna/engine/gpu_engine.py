@@ -59,6 +59,7 @@ class GpuEngine(LLMEngine):
 
     _STEPS_AHEAD = GPU_STEPS_AHEAD
     _LEARNING_S = 5e-5
+    _TRIAL_STEPS = 1
 
     def _chunk_sizes(self) -> tuple[int, int, int]:
         return gpu_chunks(self.config.prefill_chunk_size)

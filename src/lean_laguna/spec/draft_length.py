@@ -170,6 +170,9 @@ class DraftLengthController:
 
     def _choose_fixed(self, key: tuple[int, int], cell: _Cell) -> tuple[int, bool]:
         """Return the length of a step whose drafts are all sent, and whether it is a trial."""
+        going_on = cell.trials.next_of_pending()
+        if going_on is not None:
+            return going_on, True
         if cell.current is not None and (cell.plan_left or cell.trials.is_waiting):
             cell.plan_left = max(0, cell.plan_left - 1)
             return cell.current, False
@@ -302,6 +305,7 @@ class DraftLengthController:
         key = _key(batch, context_len)
         cell = self._cell(key)
         is_trial = num_draft_tokens == cell.trials.pending
+        is_last = is_trial and not cell.trials.num_left
         held_back = unsent or [()] * len(accepted)
         rates = self._acceptance(key[0])
         for (drafted, num_accepted), chances in zip(accepted, held_back, strict=True):
@@ -309,8 +313,8 @@ class DraftLengthController:
                 cell.begin_anew()
         is_cut = num_made_tokens not in (None, num_draft_tokens)
         is_usual &= not is_cut or len({num for num, _ in accepted}) == 1
-        is_usual |= is_trial and not cell.times.count(num_draft_tokens)  # about right, better than unknown
-        if is_usual and (num_draft_tokens != cell.current or cell.is_timed):
+        is_usual |= is_last and not cell.times.count(num_draft_tokens)  # about right, better than unknown
+        if is_usual and is_trial == is_last and (num_draft_tokens != cell.current or cell.is_timed):
             if cell.trials.age(num_draft_tokens) > self.policy.fresh_steps:
                 cell.times.forget(num_draft_tokens)  # another time, maybe a busier one
             cell.times.add(num_draft_tokens, None if is_cut else draft_s, verify_s)

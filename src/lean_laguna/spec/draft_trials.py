@@ -40,6 +40,8 @@ class Policy:
         recheck_steps: Half of what that grows to.
         fresh_steps: Age of an observation that a change of length may rest on.
         max_saved_steps: Exploration time that may be saved up, in steps at the present length.
+        trial_steps: Steps of a trial, of which the last is timed: the first of another length find nothing of
+            theirs in a CPU's caches.
     """
 
     explore_share: float = 0.01
@@ -49,6 +51,7 @@ class Policy:
     recheck_steps: int = 256
     fresh_steps: int = 64
     max_saved_steps: float = 2.0
+    trial_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,15 @@ class Trials:
         saved_s: Seconds that trials may lose now; None before the first step.
         pending: Length tried and not heard of yet.
         home: Length begun with, where nothing was measured.
+        num_left: Steps of the pending trial after the next one heard of.
     """
 
     policy: Policy
     saved_s: float | None = None
     pending: int | None = None
     home: int | None = None
+    num_left: int = 0
+    _goes_on: bool = False
     _num_steps: int = 0
     _waited: int = 0
     _last_seen: dict[int, int] = field(default_factory=dict)
@@ -113,11 +119,12 @@ class Trials:
         for k, hoped in self._candidates(known, current):
             if hoped <= least:
                 break
-            cost_s = known.step_s[k] - known.tokens[k] / rate
+            cost_s = self.policy.trial_steps * (known.step_s[k] - known.tokens[k] / rate)
             if current == 0:
                 self._dear_s = cost_s  # there is no other way to see that drafting pays again
             if cost_s <= max(0.0, self.saved_s):
                 self.pending, self._waited = k, 0
+                self.num_left, self._goes_on = self.policy.trial_steps - 1, False
                 self._disturbed_until = self._num_steps + _DISTURBED
                 return k
         return None
@@ -139,6 +146,11 @@ class Trials:
             if doubt >= _TELLING * error
         ]
         return sorted(hoped, key=lambda one: (-one[1], one[0]))
+
+    def next_of_pending(self) -> int | None:
+        """Return the length of a trial that goes on in the next step; to be asked once a step."""
+        goes_on, self._goes_on = self._goes_on, False
+        return self.pending if goes_on else None
 
     def age(self, k: int) -> int:
         """Return the steps since a length was seen."""
@@ -180,7 +192,7 @@ class Trials:
         is_off: bool,
         num_steps: int = 1,
     ) -> bool:
-        """Account for a step; returns whether it was a trial.
+        """Account for a step; returns whether it was the last of a trial.
 
         Args:
             num_draft_tokens: Longest draft.
@@ -201,13 +213,16 @@ class Trials:
             lost_s = max(0.0, step_s - usual_s) if self._num_steps <= self._disturbed_until else 0.0
             self.saved_s = min(most, self.saved_s + num_steps * self.policy.explore_share * step_s - lost_s)
             return False
+        self.saved_s = max(-most, self.saved_s - max(0.0, step_s - worth_s))
+        if self.num_left:
+            self.num_left, self._goes_on = self.num_left - 1, True
+            return False
         self.pending = None
         self._disturbed_until = self._num_steps + _DISTURBED
         gap = self._gaps[num_draft_tokens] = min(_LONGEST_GAP, 2 * self._gaps.get(num_draft_tokens, 1))
         self._again_after[num_draft_tokens] = self._num_steps + gap
         patience = self._patience.get(num_draft_tokens, self.policy.recheck_close_steps // 2)
         self._patience[num_draft_tokens] = min(2 * patience, 2 * self.policy.recheck_steps)
-        self.saved_s = max(-most, self.saved_s - max(0.0, step_s - worth_s))
         if is_off:
             self._lead_wait = 0 if worth_s >= step_s else min(_LEAD_WAITS[1], max(4, 2 * self._lead_wait))
         return True

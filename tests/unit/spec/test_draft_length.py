@@ -310,3 +310,36 @@ def test_an_idle_host_learns_from_each_step_and_time_is_counted_once():
     assert 100 <= heard < 120
     (cell,) = controller._cells.values()
     assert cell.trials._num_steps == cell.num_steps - cell.num_unheard
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_length_is_timed_once_its_weights_are_in_the_caches(seed):
+    """As nano at T = 0.8 on a CPU: a lone plain step takes a third longer than plain decoding does."""
+
+    def draft_s(length, batch, context):
+        return 2.2e-3 if length else 0.0
+
+    def verify_s(length, batch, context):
+        return 3.1e-3 + 0.5e-3 * length
+
+    paper = Machine(draft_s, verify_s, lambda context: [0.6] * 15, jitter=0.02, cold=0.33)
+    found = []
+    for trial_steps in (1, 2):
+        controller = DraftLengthController(15, policy=Policy(trial_steps=trial_steps))
+        run(paper, controller, 200, seed=seed)
+        found.append(paper.tokens_per_s(usual(run(paper, controller, 400, seed=seed + 10))))
+    by_lone_steps, by_second_steps = found
+    assert by_lone_steps < 0.95 * paper.tokens_per_s(paper.best())
+    assert by_second_steps > (1 - MARGIN) * paper.tokens_per_s(paper.best())
+
+
+def test_the_first_steps_of_a_trial_are_not_timed():
+    controller = DraftLengthController(15, policy=Policy(trial_steps=3))
+    paper = Machine(draft_s, per_row, lambda context: [0.6] * 15, cold=1.0)
+    got = run(paper, controller, 600)
+    cell = controller._cells[controller._last_key]
+    tried = [k for k in set(got.lengths) if cell.times.count(k)]
+    assert len(tried) > 2
+    for k in tried:
+        seen_s, warm_s = sum(cell.times.estimate(k)), draft_s(k, 1, 0) + per_row(k, 1, 0)
+        assert seen_s == pytest.approx(warm_s, rel=0.05)

@@ -38,8 +38,8 @@ def has_clusters(device: torch.device) -> bool:
 def cluster_programs(shape: AttentionShape, cols: int) -> tuple[int, int]:
     """Return how many programs share the parts of a KV head's keys, at most and at least.
 
-    Of many rows there are many tasks: fewer programs each, so that all have room at once. Where the two differ
-    the kernel counts the tasks (`CROWD`). The bits do not follow it.
+    Of many rows there are many tasks: fewer programs each, so that all have room at once. Where the two
+    differ the kernel counts the tasks (`CROWD`). The bits do not follow it.
     """
     if cols > WIDE:
         return (WIDE_CLUSTERS[bool(shape.window)],) * 2
