@@ -129,6 +129,12 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def difference_from(self, other: Tokenizer) -> str | None:
+        """Name an id that stands for another token in ``other``; None where all stand for the same."""
+        own, theirs = ({i: t for t, i in one._backend.get_vocab().items()} for one in (self, other))
+        wrong = next((i for i in sorted(own | theirs) if own.get(i) != theirs.get(i)), None)
+        return None if wrong is None else f"{wrong} is {own.get(wrong)!r}, there {theirs.get(wrong)!r}"
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token given as the vocabulary spells it, or None."""
         token_id: int | None = self._backend.token_to_id(token)

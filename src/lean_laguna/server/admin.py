@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from lean_laguna.server.service import Service
 
 log = logging.getLogger("lean_laguna.server")
 _LOOK_AGAIN_S = 0.02
+_PAUSE, _UPDATE = "pause", "update"  # who holds the gate
 
 
 async def reset_prefix_cache(service: Service, request: Request) -> Response:
@@ -35,20 +37,30 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
 
 
 async def pause(service: Service, request: Request) -> Response:
-    """``POST /pause``: stop computing; requests are kept, aborted, or waited for, as ``mode`` says."""
+    """``POST /pause``: stop computing; requests are kept, aborted, or waited for, as ``mode`` says.
+
+    A ``/resume`` that comes while it waits ends the waiting, and nothing is paused.
+    """
     body, _ = await service.body(request, PauseRequest)
+    if body.mode == "wait":
+        service.gate.hold(_PAUSE)
+        try:
+            await _drain(service, lambda: service.gate.is_held_by(_PAUSE))
+        except BaseException:
+            service.gate.let_go(_PAUSE)
+            raise
+        if not service.gate.is_held_by(_PAUSE):
+            return await is_paused(service, request)
+    service.engine.set_paused(True)
     if body.mode == "abort":
         await service.engine.call(lambda llm: service.engine.fail_all("the server was paused"))
-    elif body.mode == "wait":
-        await _drain(service)
-    service.engine.set_paused(True)
     return await is_paused(service, request)
 
 
 async def resume(service: Service, request: Request) -> Response:
     """``POST /resume``: go on computing."""
     service.engine.set_paused(False)
-    service.gate.set()
+    service.gate.let_go(_PAUSE)
     return await is_paused(service, request)
 
 
@@ -58,31 +70,40 @@ async def is_paused(service: Service, request: Request) -> Response:
 
 
 async def update_weights(service: Service, request: Request) -> Response:
-    """``POST /update_weights``: serve another checkpoint of the target, the drafter, or both."""
+    """``POST /update_weights``: serve another checkpoint of the target, the drafter, or both.
+
+    Updates take place one after another, in the order in which they were asked for: a call that comes while
+    one is under way waits for its turn. New requests wait meanwhile, and are answered with the new weights.
+    """
     body, _ = await service.body(request, UpdateWeightsRequest)
     if body.checkpoint is None and body.drafter is None:
         raise bad_request("give a 'checkpoint', a 'drafter', or both", "checkpoint")
-    if body.mode == "abort":
-        await service.engine.call(lambda llm: service.engine.fail_all("the weights are being replaced"))
-    await _drain(service)
-    was_paused = service.engine.is_paused
-    try:
-        await service.engine.call(lambda llm: service.engine.replace(_reload(llm, body)))
-    finally:
-        service.gate.set()
-        service.engine.set_paused(was_paused)
-    await service.engine.call(lambda llm: heap.settle())
-    service.weights_changed(body.version)
-    answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
+    async with service.updating:
+        service.gate.hold(_UPDATE)
+        try:
+            if body.mode == "abort":
+                await service.engine.call(
+                    lambda llm: service.engine.fail_all("the weights are being replaced")
+                )
+            await _drain(service)
+            await service.engine.call(lambda llm: service.engine.replace(_reload(llm, body)))
+            service.weights_changed(body.version)
+            answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
+            await service.engine.call(lambda llm: heap.settle())
+        finally:
+            service.gate.let_go(_UPDATE)
     return JSON(answer)
 
 
-async def _drain(service: Service) -> None:
-    """Hold new requests back and wait until none runs."""
-    if service.engine.is_paused and service.engine.num_live_seqs:
-        raise bad_request("requests are kept by the pause; resume first, or say mode abort", "mode")
-    service.gate.clear()
-    while service.engine.num_live_seqs:
+async def _drain(service: Service, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Wait until no request runs, or until that is not wanted any more; new ones must be held back.
+
+    Raises:
+        ApiError: 400, a pause keeps requests.
+    """
+    while service.engine.num_live_seqs and is_wanted():
+        if service.engine.is_paused:
+            raise bad_request("requests are kept by the pause; resume first, or say mode abort", "mode")
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
@@ -104,12 +125,13 @@ def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
         speculative = dataclasses.replace(config.speculative, model=body.drafter)
         config = dataclasses.replace(config, speculative=speculative)
     engine, folder = load_engine(config)
-    if engine.tokenizer.vocab_size != llm.tokenizer.vocab_size:
+    if difference := engine.tokenizer.difference_from(llm.tokenizer):
         raise bad_request(
-            f"the checkpoint has {engine.tokenizer.vocab_size} tokens, the model served has "
-            f"{llm.tokenizer.vocab_size}",
+            f"the checkpoint's tokens are not those of the model served ({difference}); prompts of requests "
+            "that wait, and tokens that clients hold, would mean something else: start a server for it",
             "checkpoint",
         )
     updated = LLM.from_engine(engine, folder)
+    _ = updated.chat_template  # one that does not compile is known now, not at the first request
     log.warning("now serving %s", folder)
     return updated

@@ -32,7 +32,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, ChatRequest)
     job = await prepare_chat(service, body)
-    stream = await service.submit([job.prompt], job.names)
+    stream = await service.submit(request, [job.prompt], job.names)
     reply = _ChatReply(service, body, job, stream)
 
     def leave() -> None:

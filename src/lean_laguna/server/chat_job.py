@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from lean_laguna.core.structured_outputs import StructuredOutputs
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.models.chat_template import THINK_END, THINK_START, starts_in_thinking
@@ -58,12 +60,13 @@ class ChatJob:
 
 
 async def submit_chat(
-    service: Service, fields: Mapping[str, Any], names: Mapping[str, str]
+    service: Service, request: Request, fields: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[ChatRequest, ChatJob, Stream]:
     """Hand another API's request, put as a chat request, to the engine.
 
     Args:
         service: The server.
+        request: The client's.
         fields: Of a chat request.
         names: Its fields' names to the client's own, for errors.
     """
@@ -71,7 +74,7 @@ async def submit_chat(
         chat = convert(fields, ChatRequest)
         job = await prepare_chat(service, chat)
     own = {ours: field_in(names, chats) for ours, chats in job.names.items()}
-    return chat, job, await service.submit([job.prompt], {**names, **own})
+    return chat, job, await service.submit(request, [job.prompt], {**names, **own})
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> ChatJob:

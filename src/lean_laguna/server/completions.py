@@ -28,7 +28,7 @@ async def completions(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, CompletionRequest)
     job = await _prepare(service, body)
-    stream = await service.submit(job.prompts, output_names(body))
+    stream = await service.submit(request, job.prompts, output_names(body))
     reply = _Reply(service, job, stream)
 
     def leave() -> None:

@@ -89,13 +89,17 @@ class EngineThread:
         self._commands.put(lambda: self._abort(stream))
 
     async def call(self, function: Callable[[LLM], T]) -> T:
-        """Run a function on the engine's thread, between two steps, and return its result."""
-        llm = self.llm
+        """Run a function on the engine's thread, between two steps, and return its result.
+
+        It is given the engine that serves when its turn comes.
+        """
+        _ = self.llm
         future: asyncio.Future[T] = self._loop.create_future()
 
         def command() -> None:
+            assert self._llm is not None
             try:
-                result = function(llm)
+                result = function(self._llm)
             except BaseException as error:
                 self._soon(_set_exception, future, error)
             else:
@@ -253,7 +257,8 @@ class EngineThread:
     def _drop(self, stream: Stream) -> bool:
         """Take what is left of a request from the engine; false where it had ended."""
         assert self._llm is not None
-        live = [state for state in stream.states if state.request_id in self._streams]
+        # By the stream, too: an engine that took another's place gives its ids anew.
+        live = [s for s in stream.states if self._streams.get(s.request_id, (None,))[0] is stream]
         for state in live:
             self._llm.engine.abort(state.request_id)
             self._metrics.forget(state)

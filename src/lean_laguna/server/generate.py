@@ -34,7 +34,7 @@ async def generate(service: Service, request: Request) -> Response:
         logprobs=sampling.logprobs,
     )
     stream = await service.submit(
-        [Prompt(ids, params, None, draft_length(body.speculative))], {"prompt": "token_ids"}
+        request, [Prompt(ids, params, None, draft_length(body.speculative))], {"prompt": "token_ids"}
     )
     reply = _TokenReply(service, body, stream)
 

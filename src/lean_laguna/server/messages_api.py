@@ -31,7 +31,7 @@ async def messages(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, MessagesRequest)
     fields, names = chat_fields(body)
-    chat, job, stream = await submit_chat(service, fields, names)
+    chat, job, stream = await submit_chat(service, request, fields, names)
     reply = _MessageReply(service, chat, job, stream)
 
     def leave() -> None:

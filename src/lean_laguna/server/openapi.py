@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,13 +46,15 @@ def description(routes: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
 
 
 def _operation(method: str, path: str, endpoint: Any) -> dict[str, Any]:
-    summary = (endpoint.__doc__ or "").strip().partition("\n")[0]
+    summary, _, more = inspect.cleandoc(endpoint.__doc__ or "").partition("\n")
     refused = {"description": "Refused", "content": {"application/json": {"schema": {"$ref": _ref("Error")}}}}
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": summary,
         "responses": {"200": {"description": "Done"}, "4XX": refused, "503": refused},
     }
+    if more:
+        operation["description"] = " ".join(more.split())
     if "{name}" in path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [name]

@@ -28,7 +28,7 @@ async def responses(service: Service, request: Request) -> Response:
     """Serve one request."""
     body, headers = await service.body(request, ResponsesRequest)
     fields, names = chat_fields(body)
-    chat, job, stream = await submit_chat(service, fields, names)
+    chat, job, stream = await submit_chat(service, request, fields, names)
     reply = _ResponseReply(service, body, chat, job, stream)
 
     def leave() -> None:

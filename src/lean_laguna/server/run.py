@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
             return
         service.is_stopping = True
-        service.gate.set()  # who waits there is refused now: nobody could open it any more
+        service.gate.let_all_in()  # who waits there is refused now: nobody could open it any more
         limit_s = self.app.config.shutdown_timeout_s
         late = asyncio.get_running_loop().call_later(
             limit_s, service.engine.stop, f"the server stopped before the request ended ({limit_s:g} s)"

@@ -17,7 +17,9 @@ from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.server.bodies import IGNORED_HEADER, decode_object, parse, read_body, with_query
 from lean_laguna.server.engine_thread import EngineThread
 from lean_laguna.server.errors import ApiError, bad_request, context_length_error
+from lean_laguna.server.gate import Gate
 from lean_laguna.server.metrics import Metrics
+from lean_laguna.server.sending import until_gone
 from lean_laguna.server.settings import ServerConfig
 from lean_laguna.server.stream import Prompt, Stream
 
@@ -35,7 +37,8 @@ class Service:
         metrics: Counters and histograms.
         created: When it started, seconds since 1970.
         is_stopping: New requests are refused.
-        gate: Closed while new requests must wait.
+        gate: Where new requests wait while the server is being changed.
+        updating: Held by the one update of weights that is under way.
         weights_version: Name of the weights served; counts from 1 where nobody names them.
     """
 
@@ -43,8 +46,7 @@ class Service:
         self.config, self.engine, self.metrics = config, engine, metrics
         self.created = int(time.time())
         self.is_stopping = False
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.gate, self.updating = Gate(), asyncio.Lock()
         self._num_held = 0  # completions at the gate
         self.weights_version = "1"
         self._num_updates = 1
@@ -217,16 +219,20 @@ class Service:
                 "n",
             )
 
-    async def submit(self, prompts: Sequence[Prompt], names: Mapping[str, str] | None = None) -> Stream:
+    async def submit(
+        self, request: Request, prompts: Sequence[Prompt], names: Mapping[str, str] | None = None
+    ) -> Stream:
         """Hand a request to the engine, once the gate is open.
 
         Args:
+            request: Tells when the client leaves.
             prompts: What is asked.
             names: Our names of fields to the client's, for errors.
 
         Raises:
             ApiError: 429, too many wait; 400, it alone is more than may wait; 503, the server stops.
             RequestError: It can never be served.
+            ClientGoneError: The client left while the gate was closed.
         """
         stream = Stream(list(prompts), names)
         self.check_count(stream.num_seqs)
@@ -240,7 +246,8 @@ class Service:
             )
         self._num_held += stream.num_seqs
         try:
-            await self.gate.wait()
+            while not self.gate.is_open:  # it may be held again before this task's turn comes
+                await until_gone(request, self.gate.opened(), lambda: None)
             _ = self.llm  # the server may have been told to stop meanwhile
         finally:
             self._num_held -= stream.num_seqs
