@@ -118,3 +118,25 @@ def test_a_grammar_that_cannot_be_followed_to_its_end_is_an_error_and_no_finishe
     assert texts[0].startswith("x")
     assert server.metric("request_success_total", finished_reason="error") == failed + 4
     assert server.metric("num_requests_running") == server.metric("kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "param"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}, "tools[1].function.name"),
+        ("/v1/responses", {"type": "function", "name": "f"}, "tools[1].name"),
+        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, "tools[1].name"),
+        ("/tokenize", {"type": "function", "function": {"name": "f"}}, "tools[1].function.name"),
+    ],
+)
+def test_two_tools_of_one_name_are_refused(
+    server: RunningServer, path: str, tool: dict[str, Any], param: str
+) -> None:
+    said = "input" if path == "/v1/responses" else "messages"
+    body: dict[str, Any] = {said: [{"role": "user", "content": "x"}], "tools": [tool, tool]}
+    if path == "/v1/messages":
+        body["max_tokens"] = 1
+    refused = server.post(path, **body)
+    assert refused.status_code == 400
+    assert param in refused.json()["error"]["message"]
+    assert refused.json()["error"].get("param", param) == param

@@ -98,6 +98,7 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
         ApiError: 400, naming the tool and the key.
     """
     tools = []
+    place_of: dict[str, int] = {}
     for i, tool in enumerate(given or ()):
         where = f"tools[{i}]"
         if tool.get("type", "function") != "function":
@@ -113,6 +114,13 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
             raise bad_request(
                 f"{where}.function.name must be up to {LONGEST_NAME} characters on one line, without '<' and "
                 f"spaces at its ends, as the model writes it between tags; found {function['name']!r:.100}",
+                f"{where}.function.name",
+            )
+        first = place_of.setdefault(function["name"], i)
+        if first != i:
+            raise bad_request(
+                f"{where}.function.name must be a name of its own: tools[{first}] has "
+                f"{function['name']!r:.100} already",
                 f"{where}.function.name",
             )
         parameters = function.get("parameters")

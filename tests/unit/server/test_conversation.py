@@ -113,3 +113,13 @@ def test_a_wrong_tool_is_named(tool, param):
 @pytest.mark.parametrize("name", ["f", "get weather", "mcp.server/tool-1:x", "é", "a" * 256])
 def test_any_name_that_the_model_can_write_between_tags_is_taken(name):
     assert read_tools([{"function": {"name": name}}])[0]["function"]["name"] == name
+
+
+def test_two_tools_of_one_name_are_refused_by_name():
+    tools = [{"function": {"name": name}} for name in ("read", "write", "read")]
+    with pytest.raises(
+        ApiError, match=r"tools\[2\].function.name .* tools\[0\] has 'read' already"
+    ) as caught:
+        read_tools(tools)
+    assert (caught.value.status, caught.value.param) == (400, "tools[2].function.name")
+    assert len(read_tools(tools[:2])) == 2
