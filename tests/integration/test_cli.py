@@ -152,6 +152,13 @@ def test_the_demo_shows_the_text_of_both_sides_first(run):
     assert "0 mismatches" in rest
 
 
+@pytest.mark.parametrize(("given", "repeats"), [((), 2), (("--repeats", "1"), 1)])
+def test_the_demo_takes_the_repeats_that_are_given(run, given, repeats):
+    status, out, _ = run(*measure("bench", "--demo", *given, "--json"))
+    assert status == 0
+    assert json.loads(out)["repeats"] == repeats
+
+
 def test_sweep_names_the_best_length_and_draws_a_chart(run, tmp_path):
     chart = tmp_path / "s.svg"
     status, out, _ = run(

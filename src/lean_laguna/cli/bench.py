@@ -13,6 +13,7 @@ from lean_laguna.cli.options import (
 )
 from lean_laguna.cli.parser import Parser
 
+REPEATS = 3
 DEMO_NUM_PROMPTS, DEMO_MAX_TOKENS, DEMO_REPEATS = 7, 128, 2
 HELP = """\
 usage: lean-laguna bench [options]
@@ -50,7 +51,8 @@ def build_parser() -> Parser:
     add_model_options(parser)
     add_dummy_options(parser)
     add_draft_length_option(parser)
-    add_plan_options(parser)
+    add_plan_options(parser, repeats=REPEATS)
+    parser.set_defaults(repeats=None)  # with --demo fewer, unless they are given
     add_sampling_options(parser)
     return parser
 
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.demo:
         args.max_tokens = args.max_tokens or DEMO_MAX_TOKENS
         args.num_prompts = args.num_prompts or DEMO_NUM_PROMPTS
-        args.repeats = DEMO_REPEATS
+    args.repeats = args.repeats or (DEMO_REPEATS if args.demo else REPEATS)
     plan = make_plan(args)
     from lean_laguna.bench.ab import BASELINE, SPECULATIVE, run_ab
     from lean_laguna.bench.report import ab_report, heading

@@ -35,8 +35,13 @@ if TYPE_CHECKING:
 DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 
 
-def add_plan_options(parser: Parser, *, repeats: int | None = 3) -> None:
-    """Add the prompts, the repeats and the files to write."""
+def add_plan_options(parser: Parser, *, repeats: int | None) -> None:
+    """Add the prompts, the repeats and the files to write.
+
+    Args:
+        parser: Of the command.
+        repeats: As many unless given; None where the command has no repeats.
+    """
     parser.add_argument("--prompts", default="mixed")
     parser.add_argument("--num-prompts", type=whole(1))
     if repeats is not None:

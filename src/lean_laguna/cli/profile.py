@@ -11,7 +11,7 @@ from lean_laguna.core.files import atomic_write_json, require_writable
 
 CONTEXT_LEN = 2048
 # What the measurement of a pair takes, and this one could not honour.
-_OF_PAIRS = ("base_url", "base_url_b", "demo", "html", "num_prompts", "speculative_config")
+_OF_PAIRS = ("base_url", "base_url_b", "demo", "html", "num_prompts", "repeats", "speculative_config")
 
 
 def run_profile(args: argparse.Namespace) -> int:
