@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -11,6 +13,7 @@ from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.drafter_config import DFlashConfig
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.model_config import LagunaConfig
+from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.engine.gpu_weights import why_not
 from lean_laguna.engine.kv_budget import MEMINFO, free_memory_bytes
 from lean_laguna.engine.llm_engine import LLMEngine
@@ -18,7 +21,7 @@ from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna, load_target_config
 from lean_laguna.models.dflash import DFlashDrafter
-from lean_laguna.models.drafter_checkpoint import is_quantised, load_drafter
+from lean_laguna.models.drafter_checkpoint import is_quantised, load_drafter, recorded_target
 from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dummy import (
     drafter_config,
@@ -134,6 +137,8 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
+    trained_for = recorded_target(drafter_folder) if drafter_folder is not None else None
+    served = _hash_meanwhile(folder) if trained_for is not None else None
     if is_quantised(folder) and not wants_kernels(config.kernels, device):
         _say_decoded(folder, "target", dtype)
     target = load_laguna(
@@ -150,8 +155,29 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
             _say_decoded(drafter_folder, "drafter", dtype)
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
+    if served is not None and trained_for != (found := served.result()):
+        print(
+            f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config "
+            f"records target_sha256 {trained_for:.12}, this one's is {found:.12}): fewer of its drafts may "
+            "be accepted; the output is right",
+            file=sys.stderr,
+        )
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def _hash_meanwhile(folder: Path) -> Future[str]:
+    """Start hashing a checkpoint beside its loading: large ones take about as long, once."""
+    found: Future[str] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(checkpoint_hash(folder))
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=work, name="hash", daemon=True).start()  # an interrupt does not wait for it
+    return found
 
 
 def _say_decoded(folder: Path, what: str, dtype: torch.dtype) -> None:

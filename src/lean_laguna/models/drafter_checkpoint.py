@@ -119,6 +119,13 @@ def is_quantised(path: str | Path) -> bool:
     return read_quantization(read_config_json(path), str(config_path(path))) is not None
 
 
+def recorded_target(path: str | Path) -> str | None:
+    """Return the hash of the target that a drafter was trained for, where its config records one."""
+    provenance = read_config_json(path).get("provenance")
+    found = provenance.get("target_sha256") if isinstance(provenance, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def _matched(folder: Path) -> _Loader:
     """Return a drafter on the ``meta`` device and the tensors that belong into it."""
     config = DFlashConfig.from_file(folder)

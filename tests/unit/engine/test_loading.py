@@ -5,6 +5,7 @@ import torch
 
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.core.errors import CheckpointError, ConfigError
+from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.loading import (
@@ -140,3 +141,29 @@ def test_weights_that_memory_cannot_hold_are_refused_before_they_are_read(given,
         load_engine(EngineConfig.from_dict(given | {"device": "cpu"}))
     with pytest.raises(pytest.fail.Exception, match="took memory"):
         load_engine(EngineConfig.from_dict(given | {"device": "cpu", "dtype": "bfloat16"}))
+
+
+def test_a_drafter_of_another_checkpoint_is_told_once_and_served(tmp_path, capsys):
+    target, drafter = write_tiny_target(tmp_path / "target"), write_tiny_drafter(tmp_path / "drafter")
+    config = drafter / "config.json"
+    written = json.loads(config.read_text())
+    given = EngineConfig.from_dict({"model": str(target), "speculative": {"model": str(drafter)}})
+
+    def told(provenance):
+        config.write_text(json.dumps(written | {"provenance": provenance}))
+        engine, _ = load_engine(given)
+        assert engine.proposer is not None
+        return capsys.readouterr().err
+
+    assert told({}) == told({"target_sha256": checkpoint_hash(target)}) == told({"target_sha256": 3}) == ""
+    line = told({"target_sha256": "ab" * 32})
+    assert line.count("\n") == 1
+    assert f"{drafter}: was trained for another target than {target}" in line
+    assert "abababababab" in line
+    assert checkpoint_hash(target)[:12] in line
+
+
+def test_the_packaged_drafters_are_of_the_packaged_target(capsys):
+    for drafter in ("nano-dflash", "nano-dspark"):
+        load_engine(EngineConfig.from_dict({"model": "nano", "speculative": {"model": drafter}}))
+    assert capsys.readouterr().err == ""
