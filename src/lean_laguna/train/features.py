@@ -6,6 +6,7 @@ which is applied on reading. Shards are plain arrays, memory-mapped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_laguna.core.errors import ConfigError, DataError
-from lean_laguna.core.files import atomic_write_json, atomic_writer, parse_json, remove_unfinished
+from lean_laguna.core.files import (
+    atomic_write_json,
+    atomic_writer,
+    parse_json,
+    remove_unfinished,
+    sole_writer,
+)
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.documents import Packed
 from lean_laguna.train.drafter_forward import TargetStates
@@ -88,7 +95,7 @@ def open_cache(
     """Open a cache that belongs to these rows and this target, computing what it lacks first.
 
     Says how many bytes it will take before the first is written. A killed run goes on after the last whole
-    shard.
+    shard. Several runs may read one cache; one alone may write it.
 
     Args:
         folder: Made if absent.
@@ -100,7 +107,8 @@ def open_cache(
         processes: Each writes its share of the shards; all must call this.
 
     Raises:
-        ConfigError: The folder holds features of something else, or the disk has too little room.
+        ConfigError: The folder holds features of something else, another run is writing there, or the disk
+            has too little room.
         DataError: A shard has another size than it should.
     """
     length, width = packed.tokens.shape[1], target.config.hidden_size
@@ -116,27 +124,27 @@ def open_cache(
         "dtype": "bfloat16",
         "rows_per_shard": per_shard,
     }
-    if processes.is_first:
-        _claim(folder, meta)
-    processes.wait()  # what is unfinished has been removed: from here on it is another's at work
     starts = range(0, len(packed.tokens), per_shard)
-    missing = [i for i, _ in enumerate(starts) if not _shard(folder, i).exists()]
-    if missing:
-        needed = sum(min(per_shard, len(packed.tokens) - starts[i]) for i in missing) * row_bytes
-        report(f"features: {needed:,} bytes to write to {folder} ({row_bytes // length:,} a token)")
-        free = _free_bytes(folder)
-        if needed > free:
-            raise ConfigError(
-                f"--features {folder}: {needed:,} bytes are needed and {free:,} are free there; leave it out "
-                "to compute features as they are needed"
-            )
-    for i in missing:
-        if i % processes.count != processes.rank:
-            continue
-        rows = torch.arange(starts[i], min(starts[i] + per_shard, len(packed.tokens)))
-        _write_shard(_shard(folder, i), packed, target, layer_ids, rows)
-        report(f"features: shard {i + 1} of {len(starts)} written")
-    processes.wait()
+    with contextlib.ExitStack() as alone:
+        if processes.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            if _missing(folder, len(starts)) or not (folder / META).exists():
+                alone.enter_context(sole_writer(folder))
+                remove_unfinished(folder)
+            _claim(folder, meta)
+        processes.wait()  # what is unfinished has been removed: from here on it is another's at work
+        missing = _missing(folder, len(starts))
+        if missing:
+            needed = sum(min(per_shard, len(packed.tokens) - starts[i]) for i in missing) * row_bytes
+            report(f"features: {needed:,} bytes to write to {folder} ({row_bytes // length:,} a token)")
+            _check_room(folder, needed)
+        for i in missing:
+            if i % processes.count != processes.rank:
+                continue
+            rows = torch.arange(starts[i], min(starts[i] + per_shard, len(packed.tokens)))
+            _write_shard(_shard(folder, i), packed, target, layer_ids, rows)
+            report(f"features: shard {i + 1} of {len(starts)} written")
+        processes.wait()
     shards = []
     for i, start in enumerate(starts):
         count = min(per_shard, len(packed.tokens) - start)
@@ -154,9 +162,20 @@ def _shard(folder: Path, index: int) -> Path:
     return folder / f"features-{index:05}.bf16"
 
 
+def _missing(folder: Path, num_shards: int) -> list[int]:
+    return [i for i in range(num_shards) if not _shard(folder, i).exists()]
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = _free_bytes(folder)
+    if needed > free:
+        raise ConfigError(
+            f"--features {folder}: {needed:,} bytes are needed and {free:,} are free there; leave it out "
+            "to compute features as they are needed"
+        )
+
+
 def _claim(folder: Path, meta: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(folder)
     file = folder / META
     if not file.exists():
         atomic_write_json(file, meta)

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from lean_laguna.core.errors import ConfigError
+from lean_laguna.core.files import sole_writer
 from lean_laguna.train import features
 from lean_laguna.train.documents import Document, pack
 from lean_laguna.train.features import open_cache
@@ -68,3 +70,20 @@ def test_several_processes_share_the_shards_and_leave_those_of_one(target, packe
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == sorted(
         file.name for file in (tmp_path / "one").iterdir()
     )
+
+
+def test_a_cache_that_another_run_is_writing_is_left_alone_and_a_whole_one_read_by_several(
+    target, packed, tmp_path
+):
+    folder = tmp_path / "features"
+    folder.mkdir()
+    begun = folder / ".features-00000.bf16.x.tmp"
+    begun.write_bytes(b"of a run at work")
+    with sole_writer(folder), pytest.raises(ConfigError, match="features: another process is writing there"):
+        open_cache(folder, packed, target, TAPS, "x")
+    assert [file.name for file in folder.iterdir()] == [begun.name]
+    whole = open_cache(folder, packed, target, TAPS, "x")
+    assert not begun.exists()
+    with sole_writer(folder):
+        again = open_cache(folder, packed, target, TAPS, "x")
+    assert all(torch.equal(*pair) for pair in zip(whole.shards, again.shards, strict=True))
