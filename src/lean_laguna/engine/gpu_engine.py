@@ -291,9 +291,14 @@ class GpuEngine(LLMEngine):
         """Read everything under way and let the lanes go."""
         while self._rounds:
             self._read_round(deltas)
+        self.forget_ahead()
+
+    def forget_ahead(self) -> None:
+        """Let the lanes go, and what they have not said: it is computed again, to the same bits."""
+        self._rounds.clear()
         for lane in self._running:
             self._lanes.drop(lane)
-        self._running = []
+        self._running, self._held = [], None
 
     def _lay_out(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> None:
         """Share sequences out among launches, and draft for them."""

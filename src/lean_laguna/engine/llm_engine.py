@@ -200,6 +200,13 @@ class LLMEngine:
         self._counters.num_finished_requests += 1
         return True
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while a request waits or runs."""
+        return request_id in self._requests
+
+    def forget_ahead(self) -> None:
+        """Go on from what was committed: drop what was computed beyond it. Nothing where steps end whole."""
+
     @torch.inference_mode()  # a fifth faster than no_grad on a small model
     def step(self) -> list[CompletionDelta]:
         """Compute one step and return what it added, completion by completion; empty if there is no work."""

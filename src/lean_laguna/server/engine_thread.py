@@ -202,6 +202,10 @@ class EngineThread:
     def _recover(self, llm: LLM, error: Exception) -> list[CompletionDelta]:
         """Step each sequence alone; the requests for which that fails too are failed, and only they."""
         deltas, failed = step_one_by_one(llm.engine)
+        finished = {delta.request_id for delta in deltas if delta.is_request_finished}
+        for request_id in self._streams.keys() - finished:
+            if not llm.engine.is_unfinished(request_id):  # the engine let go of it when the step failed
+                failed.setdefault(request_id, error)
         if not deltas and not failed:  # it fails together and not alone: nothing to hold responsible
             self._fail_all(error)
         for request_id, cause in failed.items():

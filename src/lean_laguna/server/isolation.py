@@ -26,10 +26,12 @@ def step_one_by_one(engine: LLMEngine) -> tuple[list[CompletionDelta], dict[str,
         if request.request_id in failed or not sequence.is_admitted:
             continue
         scheduler.running, scheduler.waiting = [sequence], deque()
+        engine.forget_ahead()  # the others' steps: they are not this one's to read, nor their faults its own
         try:
             deltas += engine.step()
         except Exception as error:
             failed[request.request_id] = error
+    engine.forget_ahead()
     scheduler.waiting = waiting
     scheduler.running = [sequence for sequence in running if sequence.is_admitted]
     for request_id in failed:

@@ -151,3 +151,31 @@ def test_what_a_called_function_raises_is_the_callers():
         assert await engine.call(lambda llm: 5) == 5
 
     on_thread(scenario)
+
+
+def test_a_request_that_the_engine_let_go_of_in_a_step_that_failed_is_told_so():
+    """As one whose prompt cannot be computed again; the others go on."""
+
+    async def scenario(engine):
+        lost, other = (Stream([Prompt(tuple(tokens_of(i, 9)), PARAMS)]) for i in range(2))
+
+        def once(llm):
+            step = llm.engine.step
+
+            def failing():
+                llm.engine.step = step
+                llm.engine.abort(lost.states[0].request_id)
+                raise RuntimeError("a kernel's")
+
+            llm.engine.step = failing
+
+        submitted = [asyncio.ensure_future(engine.submit(stream)) for stream in (other, lost)]
+        await asyncio.gather(*submitted)
+        await engine.call(once)
+        with pytest.raises(RuntimeError, match="a kernel's"):
+            await asyncio.wait_for(read(lost), 20)
+        assert await read(other) == plain(tokens_of(1, 9), PARAMS).outputs[0].text
+        await asyncio.sleep(0)
+        assert engine.num_live_seqs == 0
+
+    on_thread(scenario)
