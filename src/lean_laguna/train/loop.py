@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_laguna.core.errors import CheckpointError, DataError
-from lean_laguna.core.files import atomic_write_bytes, atomic_writer
+from lean_laguna.core.files import atomic_write_bytes, atomic_writer, hold_folder, remove_unfinished
 from lean_laguna.train.optimizer import AnyOptimizer, make_optimizer
 from lean_laguna.train.processes import (
     Processes,
@@ -89,14 +89,19 @@ class RunLog:
     is_silent: bool = False
 
     def open(self, *, is_resumed: bool) -> None:
-        """Make the folder; a run that starts anew drops the log of an earlier one.
+        """Make the folder, this run's alone from here on: checkpoints go there, too.
+
+        A run that starts anew drops the log of an earlier one; what a killed one left half written goes too.
 
         Raises:
+            ConfigError: Another process is training with this folder.
             DataError: The log of the run that goes on is damaged before its last line.
         """
         if self.is_silent:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        hold_folder(self.path.parent)
+        remove_unfinished(self.path.parent)
         if not is_resumed:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():

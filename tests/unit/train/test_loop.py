@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,3 +112,27 @@ def test_a_loss_that_is_not_finite_near_the_end_goes_back_to_the_last_state(tmp_
     assert events(log.path) == [("step", 1), ("step", 4), ("rollback", 4), ("final", 7)]
     held = torch.load(tmp_path / STATE, weights_only=True)
     assert (held["state"]["step"], held["state"]["lr_scale"]) == (7, 0.5)
+
+
+def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
+    (tmp_path / ".model.safetensors.x.tmp").write_bytes(b"half")
+    (tmp_path / "model.safetensors").write_bytes(b"whole")
+    RunLog(tmp_path / "log.jsonl", is_silent=True).open(is_resumed=True)  # another process's to do
+    assert len(list(tmp_path.iterdir())) == 2
+    RunLog(tmp_path / "log.jsonl").open(is_resumed=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_two_runs_do_not_share_the_folder_of_their_checkpoint(tmp_path):
+    """With a work folder each, the one would drop the other's log and mix its files into its checkpoint."""
+    log = RunLog(tmp_path / "log.jsonl", echo=lambda kind, values: None)
+    log.open(is_resumed=False)
+    log.write("start")
+    code = (
+        "import sys, pathlib; from lean_laguna.train.loop import RunLog; "
+        "RunLog(pathlib.Path(sys.argv[1])).open(is_resumed=False)"
+    )
+    words = [sys.executable, "-c", code, str(log.path)]
+    other = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert f"{tmp_path}: another process is writing there" in other.stderr
+    assert log.path.exists()
