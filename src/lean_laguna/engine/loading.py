@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
@@ -37,6 +36,7 @@ from lean_laguna.models.unset import on_meta
 from lean_laguna.spec.dspark_proposer import make_proposer
 from lean_laguna.spec.proposer import DFlashProposer
 
+_PATIENCE_S = 1.0  # for a hash that takes longer than loading
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -137,8 +137,9 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
-    trained_for = recorded_target(drafter_folder) if drafter_folder is not None else None
-    served = _hash_meanwhile(folder) if trained_for is not None else None
+    comparing = None
+    if drafter_folder is not None and (trained_for := recorded_target(drafter_folder)) is not None:
+        comparing = _compare_meanwhile(drafter_folder, trained_for, folder)
     if is_quantised(folder) and not wants_kernels(config.kernels, device):
         _say_decoded(folder, "target", dtype)
     target = load_laguna(
@@ -155,29 +156,34 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
             _say_decoded(drafter_folder, "drafter", dtype)
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
-    if served is not None and trained_for != (found := served.result()):
-        print(
-            f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config "
-            f"records target_sha256 {trained_for:.12}, this one's is {found:.12}): fewer of its drafts may "
-            "be accepted; the output is right",
-            file=sys.stderr,
-        )
+    if comparing is not None:
+        comparing.join(_PATIENCE_S)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
 
 
-def _hash_meanwhile(folder: Path) -> Future[str]:
-    """Start hashing a checkpoint beside its loading: large ones take about as long, once."""
-    found: Future[str] = Future()
+def _compare_meanwhile(drafter_folder: Path, trained_for: str, folder: Path) -> Thread:
+    """Start to find out whether a drafter was trained for this target, and say it where it was not.
+
+    Hashing a large checkpoint may take longer than loading it: nobody waits for that.
+    """
 
     def work() -> None:
         try:
-            found.set_result(checkpoint_hash(folder))
-        except BaseException as error:
-            found.set_exception(error)
+            found = checkpoint_hash(folder)
+        except OSError:
+            return  # who loads it says what is wrong
+        if found != trained_for:
+            print(
+                f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config "
+                f"records target_sha256 {trained_for:.12}, this one's is {found:.12}): fewer of its drafts "
+                "may be accepted; the output is right",
+                file=sys.stderr,
+            )
 
-    Thread(target=work, name="hash", daemon=True).start()  # an interrupt does not wait for it
-    return found
+    comparing = Thread(target=work, name="compare", daemon=True)
+    comparing.start()
+    return comparing
 
 
 def _say_decoded(folder: Path, what: str, dtype: torch.dtype) -> None:
