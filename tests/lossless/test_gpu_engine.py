@@ -6,7 +6,9 @@ were chosen from.
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from statistics import median
 from types import SimpleNamespace
 
@@ -125,6 +127,20 @@ def test_the_device_is_told_of_pages_for_many_steps_at_once(monkeypatch):
     run_all(engine)
     assert any(group.window for group in engine.scheduler.groups)  # the others have all pages at once
     assert len(told) == 1
+
+
+def test_an_engine_that_is_released_holds_no_memory_of_the_device():
+    engine = toy_engine(3)
+    engine.add_request(list(range(3, 12)), params(0, 4))
+    run_all(engine)
+    programs = engine.programs
+    held = [programs.state.words, programs.pools, programs.target.head, programs.scratch.hidden]
+    held = [weakref.ref(one) for one in [programs, *held]]
+    del programs
+    engine.release()
+    gc.collect()
+    assert [one() for one in held] == [None] * 5
+    assert engine.stats().num_finished_requests == 1  # it still says what it was
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ class GpuEngine(LLMEngine):
     _STEPS_AHEAD = GPU_STEPS_AHEAD
     _LEARNING_S = 5e-5
     _TRIAL_STEPS = 1
+    _HEAVY = ("_programs", "_lanes", "_head", "_host_steps", "_prompts", "_prices", "_running", "_rounds")
 
     def _chunk_sizes(self) -> tuple[int, int, int]:
         return gpu_chunks(self.config.prefill_chunk_size)
@@ -321,11 +322,7 @@ class GpuEngine(LLMEngine):
             lane.first_drafts = start, mark(self._programs.device)
 
     def _prepare(self, sequence: SequenceState) -> int:
-        """Make the tables cover all that launched steps may write, and steps after them.
-
-        Returns:
-            The positions that they cover.
-        """
+        """Make the tables cover what launched steps and many more may write; returns up to which position."""
         left = sequence.max_positions - sequence.num_computed
         span, size = min(self._limits.rows_per_step(_PAGES_FOR), left), self._limits.kv_block_size
         self.scheduler.prepare(sequence, span)

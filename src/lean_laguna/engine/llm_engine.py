@@ -51,6 +51,8 @@ class LLMEngine:
     _STEPS_AHEAD = 0
     _LEARNING_S = 6e-4
     """What learning draft lengths from a step takes, with nothing of it in the CPU's caches."""
+    _HEAVY: tuple[str, ...] = ("_runner",)
+    """What holds memory of the device, beside the models."""
     _TRIAL_STEPS = 2
     """Of a draft length: a first one that finds nothing in the CPU's caches took a third longer (nano)."""
 
@@ -203,6 +205,24 @@ class LLMEngine:
     def is_unfinished(self, request_id: str) -> bool:
         """True while a request waits or runs."""
         return request_id in self._requests
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.target.parameters()).device
+
+    def release(self) -> None:
+        """Let go of weights, keys and values, so that another engine has room; no request may be unfinished.
+
+        It computes nothing from here on, and still says what it was.
+        """
+        assert not self._requests
+        for module in (self.target, getattr(self.proposer, "drafter", None)):
+            if isinstance(module, torch.nn.Module):
+                module.to("meta")
+                vars(module).pop("packed_weights", None)
+        for name in self._HEAVY:
+            delattr(self, name)
 
     def forget_ahead(self) -> None:
         """Go on from what was committed: drop what was computed beyond it. Nothing where steps end whole."""

@@ -18,9 +18,14 @@ from lean_laguna.engine.kv_budget import MEMINFO, free_memory_bytes
 from lean_laguna.engine.llm_engine import LLMEngine
 from lean_laguna.engine.model_runner import Target
 from lean_laguna.models.catalog import resolve_model
-from lean_laguna.models.checkpoint import load_laguna, load_target_config
+from lean_laguna.models.checkpoint import check_laguna, load_laguna, load_target_config
 from lean_laguna.models.dflash import DFlashDrafter
-from lean_laguna.models.drafter_checkpoint import is_quantised, load_drafter, recorded_target
+from lean_laguna.models.drafter_checkpoint import (
+    check_drafter,
+    is_quantised,
+    load_drafter,
+    recorded_target,
+)
 from lean_laguna.models.drafter_quantising import quantise_drafter
 from lean_laguna.models.dummy import (
     drafter_config,
@@ -160,6 +165,28 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         comparing.join(_PATIENCE_S)
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
+
+
+def check_checkpoints(config: EngineConfig) -> None:
+    """Find out what can be known of a configuration's checkpoints without reading a weight.
+
+    Raises:
+        ConfigError: A value does not fit the checkpoint.
+        CheckpointError: A checkpoint is missing, or its files are not what its config says.
+    """
+    folder = resolve_model(config.model)
+    check_laguna(folder)
+    if config.speculative is not None:
+        drafter_folder = resolve_model(config.speculative.model)
+        target = load_target_config(folder, attention_factor=config.attention_factor)
+        DFlashConfig.from_file(drafter_folder).check_target(target, str(drafter_folder))
+        check_drafter(drafter_folder)
+
+
+def give_back_memory() -> None:
+    """Let a GPU have back what was freed of it and is kept for later."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _compare_meanwhile(drafter_folder: Path, trained_for: str, folder: Path) -> Thread:

@@ -1,8 +1,9 @@
 """Endpoints that change the server: pause, resume, new weights. Served only where asked for at start.
 
-New weights are loaded beside the old ones and take their place in one go, between two steps and with no
-request under way: a reply is never half of one model and half of another, and a checkpoint that cannot be
-loaded leaves the old one serving.
+New weights take the place of the old ones in one go, between two steps and with no request under way: a
+reply is never half of one model and half of another. On a CPU they are loaded beside the old ones, which go
+on serving where that fails. A GPU seldom has room for both: there the new files' headers are looked at
+first, then the old weights leave, and are loaded again where the new ones cannot be.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from starlette.responses import Response
 from lean_laguna.core import heap
 from lean_laguna.core.config import EngineConfig
 from lean_laguna.engine.llm import LLM
-from lean_laguna.engine.loading import load_engine
+from lean_laguna.engine.loading import check_checkpoints, give_back_memory, load_engine
+from lean_laguna.models.catalog import resolve_model
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.server.engine_thread import EngineThread
 from lean_laguna.server.errors import bad_request
 from lean_laguna.server.schemas import PauseRequest, UpdateWeightsRequest
 from lean_laguna.server.sending import JSON
@@ -86,7 +90,7 @@ async def update_weights(service: Service, request: Request) -> Response:
                     lambda llm: service.engine.fail_all("the weights are being replaced")
                 )
             await _drain(service)
-            await service.engine.call(lambda llm: service.engine.replace(_reload(llm, body)))
+            await service.engine.call(lambda llm: _exchange(service.engine, llm, body))
             service.weights_changed(body.version)
             answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
             await service.engine.call(lambda llm: heap.settle())
@@ -107,14 +111,52 @@ async def _drain(service: Service, is_wanted: Callable[[], bool] = lambda: True)
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
-    """Return an engine with the same settings over other checkpoints.
+def _exchange(thread: EngineThread, llm: LLM, body: UpdateWeightsRequest) -> None:
+    """Have a thread serve with an engine of the same settings over other checkpoints; for its own command.
 
     Raises:
-        CheckpointError: One cannot be loaded.
-        ApiError: 400, there is no drafter to replace, or no checkpoint was loaded.
+        CheckpointError: One cannot be loaded; the old ones serve on.
+        ApiError: 400, there is no drafter to replace, or no checkpoint was loaded; likewise.
     """
-    config: EngineConfig = llm.config
+    config = _renamed(llm.config, body)
+    if not _leaves_first(llm):
+        thread.replace(_loaded(config, llm))
+        return
+    check_checkpoints(config)
+    _check_tokens(Tokenizer.from_dir(resolve_model(config.model)), llm)
+    _make_room(llm)
+    failure: Exception | None = None
+    try:
+        thread.replace(_loaded(config, llm))
+    except Exception as error:
+        failure = error.with_traceback(None)  # its frames hold what was loaded so far
+    if failure is None:
+        return
+    log.error("%s cannot be loaded (%s); loading %s again", config.model, failure, llm.config.model)
+    heap.settle()
+    give_back_memory()
+    try:
+        thread.replace(_loaded(llm.config, llm))
+    except Exception as error:
+        thread.give_up(error)
+        raise
+    raise failure
+
+
+def _leaves_first(llm: LLM) -> bool:
+    """Say whether an engine has to go before another one has room."""
+    return llm.engine.device.type != "cpu"
+
+
+def _make_room(llm: LLM) -> None:
+    log.warning("the old weights leave %s for the new ones", llm.engine.device)
+    llm.engine.release()
+    heap.settle()
+    give_back_memory()
+
+
+def _renamed(config: EngineConfig, body: UpdateWeightsRequest) -> EngineConfig:
+    """Return a configuration with the checkpoints that were asked for."""
     if config.load_format == "dummy":
         raise bad_request("the server runs random weights (--load-format dummy); no checkpoint replaces them")
     if body.checkpoint is not None:
@@ -124,14 +166,24 @@ def _reload(llm: LLM, body: UpdateWeightsRequest) -> LLM:
             raise bad_request("the server was started without a drafter", "drafter")
         speculative = dataclasses.replace(config.speculative, model=body.drafter)
         config = dataclasses.replace(config, speculative=speculative)
+    return config
+
+
+def _loaded(config: EngineConfig, before: LLM) -> LLM:
+    """Return an engine that can take another's place."""
     engine, folder = load_engine(config)
-    if difference := engine.tokenizer.difference_from(llm.tokenizer):
+    _check_tokens(engine.tokenizer, before)
+    updated = LLM.from_engine(engine, folder)
+    _ = updated.chat_template  # one that does not compile is known now, not at the first request
+    log.warning("now serving %s", folder)
+    return updated
+
+
+def _check_tokens(tokenizer: Tokenizer, before: LLM) -> None:
+    """Refuse a checkpoint whose tokens are others."""
+    if difference := tokenizer.difference_from(before.tokenizer):
         raise bad_request(
             f"the checkpoint's tokens are not those of the model served ({difference}); prompts of requests "
             "that wait, and tokens that clients hold, would mean something else: start a server for it",
             "checkpoint",
         )
-    updated = LLM.from_engine(engine, folder)
-    _ = updated.chat_template  # one that does not compile is known now, not at the first request
-    log.warning("now serving %s", folder)
-    return updated

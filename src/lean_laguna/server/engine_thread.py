@@ -118,6 +118,10 @@ class EngineThread:
         assert not self._streams
         self._llm = llm
 
+    def give_up(self, error: Exception) -> None:
+        """Serve nothing from here on: there is no engine any more. For a command, on the engine's thread."""
+        self.error, self.phase = error, "failed"
+
     def fail_all(self, reason: str) -> None:
         """Fail every request that runs or waits; for a command, on the engine's thread."""
         self._fail_all(ApiError(503, reason, code="aborted"))
