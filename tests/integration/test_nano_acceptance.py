@@ -13,7 +13,8 @@ from lean_laguna import LLM, SamplingParams
 from lean_laguna.models.catalog import resolve_model
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
-from lean_laguna.train.drafter_eval import correct_slots
+from lean_laguna.train.documents import Document
+from lean_laguna.train.drafter_eval import correct_slots, evaluate_documents, said_on
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import accepted_lengths, chain_counts
 
@@ -23,6 +24,7 @@ PROMPTS = (
     "class TemperatureLog:\n    def __init__(self, path):\n        self.path = path",
     'def merge_sorted(left, right):\n    """Merge two sorted lists."""\n    result = []',
 )
+TASKS = ("checks a key", "counts lines", "filters words")
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +71,26 @@ def test_without_room_for_a_draft_neither_counts_a_cycle(engine, pair):
     completion = engine.generate([PROMPTS[0]], params)[0].outputs[0]
     assert (completion.speculation.num_drafts, completion.speculation.num_steps) == (0, 1)
     assert chain_counts([NUM_DRAFT_TOKENS] * 2, 0, 2) == (0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_documents_that_end_by_themselves_or_by_a_limit_are_walked_as_served(engine, pair, temperature):
+    """Drafts past an end that the target chose are made and counted: nobody knew that it would end there."""
+    target, drafter = pair
+    params = SamplingParams(temperature=temperature, max_tokens=96, seed=3)
+    asked = [[{"role": "user", "content": f"Write a Python function that {what}."}] for what in TASKS]
+    prompts = [engine.chat_template.render(question) for question in asked]
+    cycles = drafts = 0
+    documents = []
+    for result in engine.generate(prompts, params):
+        answer, prompt = result.outputs[0], result.prompt_token_ids
+        cycles += answer.speculation.num_drafts
+        drafts += answer.speculation.num_accepted_tokens
+        tokens = torch.tensor([*prompt, *answer.token_ids], dtype=torch.int32)
+        written = torch.arange(len(tokens)) >= len(prompt)
+        is_stopped = answer.finish_reason == "stop"
+        documents.append(Document("a", tokens, written, temperature, answer.seed, is_stopped))
+    assert {document.is_stopped for document in documents} == {True, False}
+    said = [said_on(document, target, NUM_DRAFT_TOKENS) for document in documents]
+    figures = evaluate_documents(drafter, target, said, NUM_DRAFT_TOKENS)
+    assert figures["documents_tau_chain"] == 1 + drafts / cycles

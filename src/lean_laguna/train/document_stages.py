@@ -25,6 +25,7 @@ from lean_laguna.train.calibration import calibrate_documents
 from lean_laguna.train.conversations import read_conversations
 from lean_laguna.train.documents import Document, pack, read_documents
 from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
+from lean_laguna.train.drafter_eval import said_on
 from lean_laguna.train.drafter_start import check_start
 from lean_laguna.train.features import open_cache
 from lean_laguna.train.given_answers import write_given
@@ -113,20 +114,22 @@ def run_documents(
     packed = pack(kept, loaded.length)
     provenance = {"target_sha256": checkpoint_hash(target_folder), "data_sha256": sha256_file(documents)}
     open_run(options.work, {"recipe": asdict(loaded), **provenance}, options.resume)
+    rows = min(loaded.batch_rows, len(packed.tokens))
+    steps = options.steps
+    if steps is None and options.seconds is None:
+        steps = max(1, math.ceil(loaded.epochs * len(packed.tokens) / rows / loaded.accumulate))
     options.report(
         f"{len(kept):,} documents in {len(packed.tokens):,} rows of {loaded.length:,}, "
         f"{len(held_out):,} held out, {int(packed.written.sum()):,} supervised tokens"
+        + ("" if steps is None else f"; {steps:,} steps")
     )
     target = load_laguna(target_folder, dtype=torch.float32, device=options.device).requires_grad_(False)
+    held_out = [said_on(document, target, loaded.num_eval_draft_tokens) for document in held_out]
     cache = None
     if features is not None:
         taps = drafter_config.target_layer_ids
         sha256, processes = provenance["target_sha256"], join(options.device)
         cache = open_cache(features, packed, target, taps, sha256, options.report, processes)
-    rows = min(loaded.batch_rows, len(packed.tokens))
-    steps = options.steps
-    if steps is None and options.seconds is None:
-        steps = max(1, math.ceil(loaded.epochs * len(packed.tokens) / rows / loaded.accumulate))
     drafter, figures = train_drafter(
         replace(loaded, batch_rows=rows),
         target=target,

@@ -32,6 +32,8 @@ class Document:
         written: [N] bool, what the target wrote.
         temperature: At which; None where it is not known.
         seed: Of the engine's noise, where that alone chose the tokens; else None.
+        is_stopped: The target ended the answer by itself, not a limit.
+        beyond: [G] int32, what the target would say past the end of such an answer, where it was asked.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Document:
     written: Tensor
     temperature: float | None = None
     seed: int | None = None
+    is_stopped: bool = False
+    beyond: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ def _document(given: Any, number: int, where: str) -> Document:
         torch.tensor(mask, dtype=torch.int32).bool(),
         float(temperature) if is_finite_number(temperature) and temperature >= 0 else None,
         seed if is_count(seed, 0, MAX_SEED) and given.get("is_plain") is True else None,
+        given.get("finish_reason") == "stop",
     )
 
 

@@ -141,7 +141,7 @@ class DrafterTask:
 
     def validate(self) -> dict[str, float]:
         """Evaluate on held-out text."""
-        drafter = self.whole_drafter()
+        drafter = self.served_drafter()
         if not self._processes.is_first:
             return {}
         count = self._recipe.num_eval_draft_tokens
@@ -151,7 +151,7 @@ class DrafterTask:
 
     def export(self) -> None:
         """Write the bf16 drafter in the format of its recipe."""
-        drafter = self.whole_drafter()
+        drafter = self.served_drafter()
         if self._processes.is_first:
             save_drafter(
                 drafter,
@@ -161,12 +161,14 @@ class DrafterTask:
                 provenance=self._provenance,
             )
 
-    def whole_drafter(self) -> DFlashDrafter:
-        """Return the drafter, or where it is sharded a whole copy; every process must call it."""
-        if self._processes.count == 1:
-            return self._drafter
+    def served_drafter(self) -> DFlashDrafter:
+        """Return a whole copy whose weights are those that are written; every process must call it.
+
+        Rounding them changes which drafts are accepted, so what is measured is what will be served.
+        """
         copy = make_drafter(self._drafter.config).requires_grad_(False)
-        copy.load_state_dict(whole_state(self._drafter, self._processes))
+        state = whole_state(self._drafter, self._processes)
+        copy.load_state_dict({name: value.to(torch.bfloat16) for name, value in state.items()})
         return copy.to(self._head.device)
 
     def _rows(self, step: int) -> Tensor:
@@ -238,7 +240,7 @@ def train_drafter(
         where: Name of the recipe for errors.
 
     Returns:
-        The drafter and the final evaluation's figures.
+        The drafter with the weights that were written, and the final evaluation's figures.
 
     Raises:
         ConfigError: The drafter does not fit the target.
@@ -280,7 +282,7 @@ def train_drafter(
     )  # fmt: skip
     if processes.is_first:
         write_curves(log.path, out / "curves.html", f"{out.name}: training")
-    return task.whole_drafter(), result
+    return task.served_drafter(), result
 
 
 def shared_recipe(

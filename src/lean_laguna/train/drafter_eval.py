@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,8 @@ def evaluate_documents(
     Args:
         drafter: The network.
         target: Its target.
-        documents: At least one, in each of which the target wrote something.
+        documents: At least one, in each of which the target wrote something. Of an answer that stopped by
+            itself the last step is counted as served where :func:`said_on` was asked for what follows.
         num_draft_tokens: G.
 
     Returns:
@@ -94,11 +95,15 @@ def evaluate_documents(
     for document in documents:
         text = document_text(document, target)
         written = text.tokens.shape[1] - int(text.prefix_lengths[0])
+        beyond = document.beyond
+        if beyond is not None:
+            text = replace(text, tokens=torch.cat([text.tokens, beyond[None].to(text.tokens)], dim=1))
         right, mask = correct_slots(drafter, target, text, 0, 1, num_draft_tokens)
-        walked = chain_counts(accepted_lengths(right, mask).tolist(), 0, written)
+        lengths = accepted_lengths(right, mask).tolist()
+        walked = chain_counts(lengths, 0, written, is_stopped=beyond is not None)
         cycles, drafts = cycles + walked[0], drafts + walked[1]
-        correct.append(right)
-        masks.append(mask)
+        correct.append(right[: written - 1])  # the last token is no anchor, nor is what follows it
+        masks.append(mask[: written - 1])
     result = {"documents_tau_chain": 1.0 + drafts / max(1, cycles)}
     accuracy = position_accuracy(torch.cat(correct), torch.cat(masks))
     return result | {f"documents_acc_{k}": value for k, value in enumerate(accuracy, 1)}
@@ -121,6 +126,31 @@ def document_text(document: Document, target: LagunaForCausalLM) -> Generated:
         target.config.vocab_size,
         document.seed if known else None,
     )
+
+
+@torch.no_grad()
+def said_on(document: Document, target: LagunaForCausalLM, num_tokens: int) -> Document:
+    """Return a document with what its target would have said past an answer that stopped by itself.
+
+    Serving drafts past such an end, which it learns of only then, and counts what the target agrees to.
+
+    Args:
+        document: One of another end, or with text after its last answer, is returned as it is.
+        target: Its target.
+        num_tokens: As many as there are drafts a step.
+    """
+    if not (document.is_stopped and bool(document.written[-1])):
+        return document
+    text = document_text(document, target)
+    end = text.tokens.shape[1]
+    tokens = F.pad(text.tokens.long(), (0, num_tokens))
+    noise = replace(text, tokens=tokens).noise(0, 1)[0] if text.temperature > 0 else None
+    for place in range(end, end + num_tokens):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            hidden = target.forward_dense(tokens[:, :place], attention="sdpa").hidden_states[0, -1]
+            logits = F.linear(hidden, target.lm_head.weight).float()
+        tokens[0, place] = (logits if noise is None else logits + text.temperature * noise[place]).argmax()
+    return replace(document, beyond=tokens[0, end:].int().cpu())
 
 
 @torch.no_grad()

@@ -57,7 +57,9 @@ def expected_acceptance_length(accepted: Tensor) -> float:
     return float((accepted + 1).double().mean())
 
 
-def chain_counts(accepted: Sequence[int], first_anchor: int, end: int) -> tuple[int, int]:
+def chain_counts(
+    accepted: Sequence[int], first_anchor: int, end: int, *, is_stopped: bool = False
+) -> tuple[int, int]:
     """Walk one sequence as greedy decoding does.
 
     The first cycle's anchor is the token that the prefill emitted; each cycle emits the accepted drafts and
@@ -68,14 +70,16 @@ def chain_counts(accepted: Sequence[int], first_anchor: int, end: int) -> tuple[
         accepted: L at each position of the sequence (unused before ``first_anchor``).
         first_anchor: Position of the first generated token.
         end: One past the last generated token.
+        is_stopped: The last token ended the text by itself. Serving cannot know of it before: drafts past it
+            are made, and counted, so that ``accepted`` must count them, too.
 
     Returns:
         Cycles (target steps that verified a draft) and accepted drafts.
     """
     cycles = drafts = 0
     anchor = first_anchor
-    while (room := end - anchor - 2) > 0:
-        take = min(int(accepted[anchor]), room)
+    while anchor < end - 1 if is_stopped else anchor < end - 2:
+        take = int(accepted[anchor]) if is_stopped else min(int(accepted[anchor]), end - anchor - 2)
         cycles += 1
         drafts += take
         anchor += take + 1
