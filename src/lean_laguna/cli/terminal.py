@@ -47,16 +47,22 @@ class Terminal:
             print(json.dumps(value, ensure_ascii=is_ascii, allow_nan=False), flush=True)
 
     @contextlib.contextmanager
-    def progress(self) -> Iterator[Callable[[int, int, str], None] | None]:
-        """Show a progress bar and yield what to call with (done, total, what); in a pipe yield None."""
+    def progress(
+        self, *, has_time_left: bool = True
+    ) -> Iterator[Callable[[int, int | None, str], None] | None]:
+        """Show a progress bar and yield what to call with (done, total, what); in a pipe yield None.
+
+        Without ``has_time_left`` the time left is what the caller says of it.
+        """
         if not self.err.is_terminal:
             yield None
             return
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        clock = (TimeRemainingColumn(),) if has_time_left else ()
+        columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
         with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task("", total=None)
 
-            def show(done: int, total: int, what: str) -> None:
+            def show(done: int, total: int | None, what: str) -> None:
                 bar.update(task, completed=done, total=total, description=what)
 
             yield show

@@ -24,7 +24,9 @@ class TrainingProgress:
 
     def __enter__(self) -> TrainingProgress:
         """Open the bar, where there is a terminal."""
-        self._bar = self._stack.enter_context(self._terminal.progress())
+        self._bar = self._stack.enter_context(self._terminal.progress(has_time_left=False))
+        if self._bar is not None:
+            self._bar(0, None, "reading text and weights")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -36,7 +38,8 @@ class TrainingProgress:
         if kind not in ("step", "answers"):
             self._terminal.note(plain_line(kind, values))
         elif self._bar is not None and kind == "step":
-            self._bar(round(values["progress"] * WHOLE), WHOLE, _what(values))
+            done = WHOLE if values.get("eta_s") == 0 else round(values["progress"] * WHOLE)
+            self._bar(done, WHOLE, _what(values))
         elif self._bar is not None:
             self._bar(values["answered"], values["of"], f"{values['tok_per_s']:,} tokens/s{_left(values)}")
         elif time.monotonic() - self._last_line >= PIPE_SECONDS:
@@ -53,5 +56,7 @@ def _what(values: dict[str, Any]) -> str:
 def _left(values: dict[str, Any]) -> str:
     if "eta_s" not in values:
         return ""
+    if "step" in values and not values["eta_s"]:
+        return ", measuring on held-out text"
     minutes, seconds = divmod(int(values["eta_s"]), 60)
     return f", {minutes}:{seconds:02} left"

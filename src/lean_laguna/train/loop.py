@@ -33,6 +33,7 @@ from lean_laguna.train.run_state import DAMAGE, STATE
 from lean_laguna.train.schedule import Budget, learning_rate
 
 _MAX_ROLLBACKS = 2
+_SLOW_SECONDS = 10.0  # a step after so long is told of and may be saved, whatever 'log_every' says
 Echo = Callable[[str, dict[str, Any]], None]
 
 
@@ -196,6 +197,8 @@ def train(
         task.after_step(progress)
         taken, progress = progress, used()
         is_told = state.step % log_every == 0 or state.step == 1
+        if processes.count == 1:  # several have clocks of their own, and must look at the same steps
+            is_told = is_told or time.monotonic() - last_log >= _SLOW_SECONDS
         if not is_told and progress < 1.0:  # the last step is looked at, too: what it leaves is exported
             continue
         value, size = float(processes.mean(loss)), float(whole(norm))  # waits for the device

@@ -1,4 +1,7 @@
 import io
+import re
+
+import pytest
 
 from lean_laguna.cli.terminal import Terminal
 from lean_laguna.cli.training_progress import TrainingProgress
@@ -50,3 +53,21 @@ def test_a_terminal_gets_a_bar_with_the_time_left():
         progress.show("final", {"step": 50})
     assert "step 25, loss 2.125, 1,900 tokens/s, 2:05 left" in screen.getvalue()
     assert "final     step=50" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        (("start", {"parameters": 3}), "0/? reading text and weights"),
+        (("step", STEP | {"progress": 0.96, "eta_s": 0}), "100/100 step 25, loss 2.125, 1,900 tokens/s, "),
+    ],
+)
+def test_a_bar_says_what_it_waits_for_before_the_first_step_and_after_the_last(event, told):
+    terminal = Terminal(color="always")
+    terminal.err.file = screen = io.StringIO()
+    with TrainingProgress(terminal) as progress:
+        progress.show(*event)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert told in plain
+    assert ("measuring on held-out text" in plain) == ("step" in event)
+    assert ":" not in plain  # one time left, and none that is over

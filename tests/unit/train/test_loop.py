@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_laguna.core.errors import DataError
+from lean_laguna.train import loop
 from lean_laguna.train.loop import RunLog, train
 from lean_laguna.train.recipe import OptimizerRecipe
 from lean_laguna.train.run_state import STATE
@@ -136,3 +137,11 @@ def test_two_runs_do_not_share_the_folder_of_their_checkpoint(tmp_path):
     other = subprocess.run(words, capture_output=True, text=True, check=False)
     assert f"{tmp_path}: another process is writing there" in other.stderr
     assert log.path.exists()
+
+
+def test_slow_steps_are_told_and_saved_whatever_the_log_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_SLOW_SECONDS", 0.0)  # every step takes longer
+    task = OneWeight([], is_lasting=False)
+    log = run(task, tmp_path, save_every_s=0.0)
+    assert events(log.path) == [*(("step", step) for step in range(1, 8)), ("final", 7)]
+    assert len(task.exported) == 7
