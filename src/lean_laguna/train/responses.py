@@ -29,6 +29,7 @@ from lean_laguna.engine.llm import LLM
 from lean_laguna.engine.sequence import RequestState
 from lean_laguna.train.conversations import Conversation
 from lean_laguna.train.loop import Echo
+from lean_laguna.train.run_state import difference
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,9 @@ def _check_meta(out: Path, beside: Path, meta: dict[str, Any]) -> None:
             "remove it"
         )
     if names := [name for name in meta if stored.get(name) != meta[name]]:
+        how = f" ({difference(stored.get('sampling'), meta['sampling'])})" if "sampling" in names else ""
         raise ConfigError(
-            f"'{out}' was begun with another {' and '.join(names)}; give another --out, or remove it"
+            f"'{out}' was begun with another {' and '.join(names)}{how}; give another --out, or remove it"
         )
 
 

@@ -63,7 +63,7 @@ def open_run(work: Path, identity: dict[str, Any], resume: ResumeMode = "auto") 
         )
     if has_state and theirs != mine:
         raise ConfigError(
-            f"'{work}' holds the state of another run: {_difference(theirs, mine)}; start anew with "
+            f"'{work}' holds the state of another run: {difference(theirs, mine)}; start anew with "
             "--resume no, or give another folder with --work"
         )
     if is_first and (resume == "no" or theirs != mine):
@@ -82,8 +82,8 @@ def _stored(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _difference(theirs: Any, mine: Any) -> str:
-    """Name the first value that differs, as ``recipe.optimizer.lr was 0.003 and is 0.002``."""
+def difference(theirs: Any, mine: Any) -> str:
+    """Return the first value that differs by its name, as ``recipe.optimizer.lr was 0.003 and is 0.002``."""
     old, new = dict(_leaves(theirs, "")), dict(_leaves(mine, ""))
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
