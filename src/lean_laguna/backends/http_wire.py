@@ -158,6 +158,7 @@ def speculation_counts(text: str, model: str) -> SpeculationStats | None:
         int(sums.get("draft_tokens", 0)),
         int(sums.get("accepted_tokens", 0)),
         positions,
+        num_cut_draft_tokens=int(sums.get("cut_draft_tokens", 0)),
     )
 
 
@@ -173,6 +174,7 @@ def counts_between(before: SpeculationStats, after: SpeculationStats) -> Specula
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,
         per_pos,
+        num_cut_draft_tokens=after.num_cut_draft_tokens - before.num_cut_draft_tokens,
     )
 
 

@@ -102,7 +102,7 @@ def side_metrics(passes: Sequence[Sequence[GenerationResult]]) -> dict[str, Any]
 
 
 def speculation_metrics(stats: SpeculationStats | None) -> dict[str, Any]:
-    """Return vLLM's ``spec_decode_*`` keys; empty without a drafter.
+    """Return vLLM's ``spec_decode_*`` keys, and how many drafts were cut, if any; empty without a drafter.
 
     The rate is in percent, as vLLM writes it; the length is 1 + accepted / drafts, the bonus token counted;
     the rate of each position is unconditional.
@@ -114,6 +114,8 @@ def speculation_metrics(stats: SpeculationStats | None) -> dict[str, Any]:
         "spec_decode_draft_tokens": stats.num_draft_tokens,
         "spec_decode_accepted_tokens": stats.num_accepted_tokens,
     }
+    if stats.num_cut_draft_tokens:  # ours: vLLM cuts none
+        metrics["spec_decode_cut_draft_tokens"] = stats.num_cut_draft_tokens
     if stats.mean_acceptance_length is not None and stats.draft_acceptance_rate is not None:
         metrics["spec_decode_acceptance_rate"] = 100 * stats.draft_acceptance_rate
         metrics["spec_decode_acceptance_length"] = stats.mean_acceptance_length

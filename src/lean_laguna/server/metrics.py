@@ -181,6 +181,11 @@ class _EngineMetrics:
         yield self._counter(
             "spec_decode_num_accepted_tokens", "Draft tokens accepted.", counts.num_accepted_tokens
         )
+        yield self._counter(  # ours: vLLM cuts none
+            "spec_decode_num_cut_draft_tokens",
+            "Draft tokens made and not verified, for want of confidence.",
+            counts.num_cut_draft_tokens,
+        )
         family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position.",

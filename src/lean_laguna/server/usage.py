@@ -66,4 +66,6 @@ def _summary(stats: SpeculationStats) -> dict[str, Any]:
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": len(stats.num_accepted_tokens_per_pos),
+        # Ours: vLLM cuts none.
+        **({"num_cut_draft_tokens": stats.num_cut_draft_tokens} if stats.num_cut_draft_tokens else {}),
     }

@@ -1,6 +1,6 @@
 import pytest
 
-from lean_laguna.backends.http_wire import body_of, normal_url, speculation_counts
+from lean_laguna.backends.http_wire import body_of, counts_between, normal_url, speculation_counts
 from lean_laguna.core.errors import ConfigError
 from lean_laguna.core.types import SamplingParams
 
@@ -46,6 +46,7 @@ def test_counters_are_summed_over_engines_under_any_prefix():
             ("llamacpp:", "drafts_total", "", 5.0),
             ("llamacpp:", "draft_tokens_total", "", 10),
             ("llamacpp:", "accepted_tokens", "", "6e0"),
+            ("llamacpp:", "cut_draft_tokens_total", "", 3),
             ("llamacpp:", "accepted_tokens_per_pos_total", ',position="0"', 4),
             ("llamacpp:", "accepted_tokens_per_pos_total", ',position="2"', 1),
         )
@@ -53,5 +54,7 @@ def test_counters_are_summed_over_engines_under_any_prefix():
     stats = speculation_counts(text, "m")
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (10, 20, 12)
     assert stats.num_accepted_tokens_per_pos == (8, 0, 2)
+    assert stats.num_cut_draft_tokens == 6
+    assert counts_between(stats, stats).num_cut_draft_tokens == 0
     assert speculation_counts(text, "other") is None
     assert speculation_counts("# nothing\nprocess_cpu_seconds_total 1.0", "m") is None

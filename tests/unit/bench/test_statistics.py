@@ -1,5 +1,6 @@
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ def test_speculation_has_vllm_s_definitions():
         "spec_decode_acceptance_length": 2.5,
         "spec_decode_per_position_acceptance_rates": [0.9, 0.4, 0.2],
     }
+    assert speculation_metrics(replace(stats, num_cut_draft_tokens=4))["spec_decode_cut_draft_tokens"] == 4
 
 
 def test_a_drafter_that_never_drafted_has_counts_but_no_rates():

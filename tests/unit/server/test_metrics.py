@@ -1,4 +1,6 @@
-from lean_laguna.core.types import SamplingParams
+import dataclasses
+
+from lean_laguna.core.types import SamplingParams, SpeculationStats
 from lean_laguna.server.metrics import Metrics
 from support.engines import dflash, make_engine, tokens_of
 
@@ -8,7 +10,7 @@ NAMES = (
     *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_count"),
     *("e2e_request_latency_seconds_sum", "spec_decode_num_drafts_total"),
     *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
-    "spec_decode_num_accepted_tokens_per_pos_total",
+    *("spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_cut_draft_tokens_total"),
 )
 
 
@@ -44,6 +46,12 @@ def test_the_names_that_tools_read_are_there_and_add_up():
     assert accepted == value(text, "spec_decode_num_accepted_tokens_total")
     assert text.count("per_pos_total{") == 15  # every position from the start on
     assert 'model_name="m"' in text
+
+
+def test_drafts_that_were_cut_are_counted():
+    metrics = Metrics("m")
+    stats = dataclasses.replace(run(metrics).stats(), speculation=SpeculationStats(num_cut_draft_tokens=7))
+    assert value(metrics.render(stats, 15).decode(), "spec_decode_num_cut_draft_tokens_total") == 7
 
 
 def test_without_a_drafter_or_an_engine_there_are_no_such_series():

@@ -28,6 +28,9 @@ def test_numbers_of_speculation_have_vllms_shape_and_agree():
     steps = {"per_step_accepted": [3, 1, 0, 1], "per_step_drafted": [3, 3, 3, 3]}
     assert detailed == numbers | steps
     assert speculation_metrics([output(stats)], "none") is None
+    counter.record_cut(4)
+    with_cut = speculation_metrics([output(counter.stats())], "summary")["speculative_decoding"]
+    assert with_cut == numbers | {"num_cut_draft_tokens": 4}
 
 
 def test_there_are_none_for_several_completions_or_without_a_drafter():
