@@ -35,6 +35,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "responses": {"target": "nano", "out": Path("runs/responses.jsonl")},
     "evaluate": {"recipe": "nano/dflash", "target": "nano", "drafter": "nano-dflash"},
 }
+LEGEND = """\
+  tau_chain: mean acceptance length as served; acc_K: drafts K that are right, whatever came before;
+  ece: calibration error of confidences"""
 HELP = """\
 usage: lean-laguna train corpus|target|responses|drafter|evaluate [options]
 
@@ -52,7 +55,8 @@ Train a model pair from recipes. The same command after a kill goes on where it 
   --budget S | --steps N    seconds for the whole command (540), or optimiser steps in all
   --target M, --drafter M   checkpoint folder or name (runs/nano/target; evaluate: nano pair)
   --generate-budget S       drafter: of the budget, at most so long for the target's text (120)
-  --documents FILE          drafter: train on these responses; --features DIR: states kept
+  --documents FILE          drafter: train on these responses; --features DIR: states kept; OUT gets
+                            curves.html, train_log.jsonl and held_out.jsonl, prompts for bench
   --prompts FILE            responses: conversations; --given takes their answers as they are;
                             --thinking on|off, --temperature T, --max-tokens N, --seed N
   --sequences N             evaluate: so many held-out sequences; corpus: --wheels DIR, --no-fetch
@@ -165,6 +169,11 @@ def _target(args: argparse.Namespace, started: float, terminal: Terminal) -> dic
 def _drafter(args: argparse.Namespace, started: float, terminal: Terminal) -> dict[str, float]:
     from lean_laguna.models.catalog import resolve_model
 
+    if args.target == DEFAULTS["drafter"]["target"] and not Path(args.target).is_dir():
+        raise DataError(
+            f"--target {args.target}: no such folder; name the target, such as --target nano, or make that "
+            "one with: lean-laguna train target"
+        )
     target = resolve_model(args.target)
     from lean_laguna.cli.training_progress import TrainingProgress
     from lean_laguna.train.document_stages import run_documents
@@ -252,6 +261,8 @@ def _report(args: argparse.Namespace, figures: dict[str, float], started: float,
     seconds = round(time.monotonic() - started, 1)
     for name, value in figures.items():
         terminal.report(f"  {name:32} {value:14,.4f}".rstrip("0").rstrip("."))
+    if any(name.endswith("tau_chain") for name in figures):
+        terminal.report(LEGEND)
     made = None if args.out is None else str(args.out)
     terminal.report(f"{args.stage}: {seconds} s" + (f", written to {made}" if made else ""))
     terminal.json_line(

@@ -33,6 +33,10 @@ _NAMES = {
     "sampled_tau_chain": "sampled text",
     "documents_tau_chain": "held-out documents",
 }
+_ERRORS = {
+    "ece_before": "confidences as trained, calibration error",
+    "ece_after": "confidences as written, calibration error",
+}
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -115,6 +119,7 @@ def write_curves(log: Path, page: Path, title: str) -> None:
         ("Block rows a second", _of(steps, ("tok_per_s",))),
     ]
     final: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "final"), {})
+    final |= next((event for event in reversed(events) if event["event"] == "calibration"), {})
     text = (
         jinja2.Environment(autoescape=True)
         .from_string(_PAGE)
@@ -158,7 +163,7 @@ def _tables(final: dict[str, Any]) -> list[dict[str, Any]]:
         if place.isdigit() and measure.endswith("_acc"):
             drafts.setdefault(measure, {})[int(place)] = value
         elif isinstance(value, int | float) and name not in ("time", "step", "elapsed_s"):
-            said = f"{_NAMES[name]}, accepted length" if name in _NAMES else name
+            said = f"{_NAMES[name]}, accepted length" if name in _NAMES else _ERRORS.get(name, name)
             rest.append((said, f"{value:,.4g}"))
     tables = []
     if drafts:

@@ -5,15 +5,16 @@ What could be refused is refused before weights are read.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from lean_laguna.core.errors import DataError
-from lean_laguna.core.files import sha256_file, sole_writer
+from lean_laguna.core.files import atomic_write_text, sha256_file, sole_writer
 from lean_laguna.core.model_config import LagunaConfig
 from lean_laguna.core.provenance import checkpoint_hash
 from lean_laguna.engine.llm import LLM
@@ -23,19 +24,22 @@ from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.train.calibration import calibrate_documents
 from lean_laguna.train.conversations import read_conversations
-from lean_laguna.train.documents import Document, pack, read_documents
-from lean_laguna.train.drafter import DEFAULT_COMPILE, train_drafter
+from lean_laguna.train.curves import write_curves
+from lean_laguna.train.documents import Document, last_answer, pack, read_documents
+from lean_laguna.train.drafter import CURVES, DEFAULT_COMPILE, LOG, train_drafter
 from lean_laguna.train.drafter_eval import said_on
 from lean_laguna.train.drafter_start import check_start
 from lean_laguna.train.features import open_cache
 from lean_laguna.train.given_answers import write_given
-from lean_laguna.train.loop import Echo
+from lean_laguna.train.loop import Echo, RunLog
 from lean_laguna.train.processes import join
 from lean_laguna.train.recipe import DrafterRecipe, load_recipe
 from lean_laguna.train.responses import ResponseOptions, begin_responses, write_responses
 from lean_laguna.train.run_state import open_run
 from lean_laguna.train.stages import StageOptions
 from lean_laguna.train.text_source import PackedSource
+
+HELD_OUT = "held_out.jsonl"
 
 
 def run_responses(
@@ -130,6 +134,8 @@ def run_documents(
         taps = drafter_config.target_layer_ids
         sha256, processes = provenance["target_sha256"], join(options.device)
         cache = open_cache(features, packed, target, taps, sha256, options.report, processes)
+    if join(options.device).is_first:
+        write_prompts(held_out, Tokenizer.from_dir(target_folder), options.out / HELD_OUT)
     drafter, figures = train_drafter(
         replace(loaded, batch_rows=rows),
         target=target,
@@ -147,8 +153,30 @@ def run_documents(
     has_confidence = isinstance(drafter, DSparkDrafter) and drafter.confidence_weight is not None
     if has_confidence and join(options.device).is_first:
         assert isinstance(drafter, DSparkDrafter)
-        figures |= calibrate_documents(drafter, target, held_out, options.out, provenance)
+        errors = calibrate_documents(drafter, target, held_out, options.out, provenance)
+        log = RunLog(options.out / LOG, options.echo)
+        log.write("calibration", **errors)
+        write_curves(log.path, options.out / CURVES, f"{options.out.name}: training")
+        figures |= errors
     return figures
+
+
+def write_prompts(documents: Sequence[Document], tokenizer: Tokenizer, path: Path) -> None:
+    """Write what stands before the documents' last answers as prompts to measure on.
+
+    Args:
+        documents: Held out. Left out are those whose text would be other tokens, read again.
+        tokenizer: The target's.
+        path: JSONL file with ``id`` and ``prompt`` on a line.
+    """
+    lines = []
+    for document in documents:
+        ids = document.tokens[: last_answer(document)[0]].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if tokenizer.encode(text) == ids:
+            lines.append(json.dumps({"id": document.id, "prompt": text}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, "".join(lines))
 
 
 def split_documents(

@@ -165,6 +165,13 @@ def _check(document: Document, where: str, vocab_size: int, max_length: int) -> 
         )
 
 
+def last_answer(document: Document) -> tuple[int, int]:
+    """Return where the last run of written tokens begins and ends; a first token is never part of it."""
+    end = int(document.written.nonzero()[-1]) + 1
+    unwritten = (~document.written[:end]).nonzero()
+    return (int(unwritten[-1]) + 1 if len(unwritten) else 1), end
+
+
 def pack(documents: Sequence[Document], length: int) -> Packed:
     """Pack whole documents into rows, longest first, each into the first row with room.
 

@@ -36,6 +36,7 @@ from lean_laguna.train.text_source import GeneratedSource, TextBatch, TextSource
 # On the H200 a compiled capture ended in CUBLAS_STATUS_EXECUTION_FAILED and broke the CUDA context for good;
 # eager does 850,000 block rows a second there.
 DEFAULT_COMPILE: CompileMode = "off"
+LOG, CURVES = "train_log.jsonl", "curves.html"
 HeldOut = dict[str, Generated] | list[Document]
 
 
@@ -250,7 +251,7 @@ def train_drafter(
     device = target.lm_head.weight.device
     processes = join(device)
     recipe = shared_recipe(recipe, processes.count, seconds, where)
-    log = RunLog(out / "train_log.jsonl", echo, is_silent=not processes.is_first)
+    log = RunLog(out / LOG, echo, is_silent=not processes.is_first)
     log.open(is_resumed=(work / STATE).exists())
     target.requires_grad_(False)
     drafter = build_drafter(recipe, target, device, where)
@@ -281,7 +282,7 @@ def train_drafter(
         log_every=recipe.log_every, processes=processes,
     )  # fmt: skip
     if processes.is_first:
-        write_curves(log.path, out / "curves.html", f"{out.name}: training")
+        write_curves(log.path, out / CURVES, f"{out.name}: training")
     return task.served_drafter(), result
 
 

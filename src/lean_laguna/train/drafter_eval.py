@@ -13,7 +13,7 @@ from lean_laguna.models.dflash import DFlashDrafter
 from lean_laguna.models.dspark import DSparkDrafter
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.blocks import make_blocks
-from lean_laguna.train.documents import Document
+from lean_laguna.train.documents import Document, last_answer
 from lean_laguna.train.drafter_forward import block_hidden, capture, draft_logits, proposal_rows
 from lean_laguna.train.generated import Generated
 from lean_laguna.train.metrics import (
@@ -114,9 +114,7 @@ def document_text(document: Document, target: LagunaForCausalLM) -> Generated:
 
     What follows the answer, such as a template's line break after a turn, is left out.
     """
-    end = int(document.written.nonzero()[-1]) + 1
-    unwritten = (~document.written[:end]).nonzero()
-    prefix = int(unwritten[-1]) + 1 if len(unwritten) else 1
+    prefix, end = last_answer(document)
     known = document.seed is not None and document.temperature is not None
     return Generated(
         document.tokens[None, :end].to(target.lm_head.weight.device),

@@ -11,6 +11,8 @@ from lean_laguna.core.errors import ConfigError, DataError
 from lean_laguna.models.checkpoint import load_laguna
 from lean_laguna.models.checkpoint_writer import save_laguna
 from lean_laguna.models.drafter_checkpoint import load_drafter
+from lean_laguna.models.tokenizer import Tokenizer
+from lean_laguna.tasks.prompts import load_prompts
 from lean_laguna.train import document_stages, loop
 from lean_laguna.train.document_stages import run_documents, run_responses, split_documents
 from lean_laguna.train.documents import Document
@@ -327,3 +329,20 @@ def test_a_file_without_answers_does_not_bind_the_next_run(folder, tmp_path):
     assert (
         json.loads((tmp_path / "answers.jsonl.meta.json").read_text())["target_sha256"] != "of an earlier try"
     )
+
+
+def test_a_run_leaves_prompts_to_measure_on_and_the_calibration_in_log_and_page(folder, tmp_path):
+    figures = train(folder, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()]
+    documents = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    ids = {document["id"]: document["input_ids"] for document in documents}
+    masks = {document["id"]: document["loss_mask"] for document in documents}
+    tokenizer = Tokenizer.from_dir(folder / "target")
+    assert len(rows) == 2
+    for row in rows:
+        assert tokenizer.encode(row["prompt"]) == ids[row["id"]][: masks[row["id"]].index(1)]
+    assert len(load_prompts(str(tmp_path / "out" / "held_out.jsonl")).prompts) == 2
+    events = [json.loads(line) for line in (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "calibration"
+    assert {name: events[-1][name] for name in ("ece_before", "ece_after")}.items() <= figures.items()
+    assert "confidences as written, calibration error" in (tmp_path / "out" / "curves.html").read_text()
