@@ -147,7 +147,7 @@ def test_another_recipe_does_not_go_on_from_this_state(folders, tmp_path, capsys
         ),
         (["evaluate", "--out", "x"], "--out means nothing to 'train evaluate'"),
         (["drafter", "--data", ".", "--target", "/nowhere"], "/nowhere"),
-        (["drafter", "--data", "."], "runs/nano/target: no such folder; name the target, such as --target nano"),
+        (["drafter", "--data", "."], "no such folder; name the target, such as --target nano"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, tmp_path, monkeypatch, capsys):

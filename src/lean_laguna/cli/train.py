@@ -55,8 +55,7 @@ Train a model pair from recipes. The same command after a kill goes on where it 
   --budget S | --steps N    seconds for the whole command (540), or optimiser steps in all
   --target M, --drafter M   checkpoint folder or name (runs/nano/target; evaluate: nano pair)
   --generate-budget S       drafter: of the budget, at most so long for the target's text (120)
-  --documents FILE          drafter: train on these responses; --features DIR: states kept; OUT gets
-                            curves.html, train_log.jsonl and held_out.jsonl, prompts for bench
+  --documents FILE          drafter: train on these responses; --features DIR: states kept
   --prompts FILE            responses: conversations; --given takes their answers as they are;
                             --thinking on|off, --temperature T, --max-tokens N, --seed N
   --sequences N             evaluate: so many held-out sequences; corpus: --wheels DIR, --no-fetch

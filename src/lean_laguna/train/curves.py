@@ -118,8 +118,9 @@ def write_curves(log: Path, page: Path, title: str) -> None:
         ("Gradient norm", _of(steps, ("grad_norm",))),
         ("Block rows a second", _of(steps, ("tok_per_s",))),
     ]
-    final: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "final"), {})
-    final |= next((event for event in reversed(events) if event["event"] == "calibration"), {})
+    final: dict[str, Any] = {}
+    for kind in ("final", "calibration"):
+        final |= next((event for event in reversed(events) if event["event"] == kind), {})
     text = (
         jinja2.Environment(autoescape=True)
         .from_string(_PAGE)

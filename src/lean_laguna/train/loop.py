@@ -33,7 +33,9 @@ from lean_laguna.train.run_state import DAMAGE, STATE
 from lean_laguna.train.schedule import Budget, learning_rate
 
 _MAX_ROLLBACKS = 2
-_SLOW_SECONDS = 10.0  # a step after so long is told of and may be saved, whatever 'log_every' says
+# A step after so long is told of and may be saved, whatever 'log_every' says. Not of several processes: their
+# clocks differ, and they must look at the same steps.
+_SLOW_SECONDS = 10.0
 Echo = Callable[[str, dict[str, Any]], None]
 
 
@@ -180,10 +182,9 @@ def train(
     optimizer = make_optimizer(task.module, optimizer_recipe)
     folder.mkdir(parents=True, exist_ok=True)
     state_path = folder / STATE
-    state = _resume(state_path, task, optimizer, log, processes)
-    started = time.monotonic() - state.elapsed_s
+    state, rollbacks = _resume(state_path, task, optimizer, log, processes), 0
     last_val = last_save = last_log = time.monotonic()
-    logged_step, rollbacks = state.step, 0
+    started, logged_step = last_log - state.elapsed_s, state.step
 
     def used() -> float:
         state.elapsed_s = time.monotonic() - started
@@ -196,14 +197,13 @@ def train(
         state.step += 1
         task.after_step(progress)
         taken, progress = progress, used()
-        is_told = state.step % log_every == 0 or state.step == 1
-        if processes.count == 1:  # several have clocks of their own, and must look at the same steps
-            is_told = is_told or time.monotonic() - last_log >= _SLOW_SECONDS
+        is_slow = time.monotonic() - last_log >= _SLOW_SECONDS and processes.count == 1
+        is_told = state.step % log_every == 0 or state.step == 1 or is_slow
         if not is_told and progress < 1.0:  # the last step is looked at, too: what it leaves is exported
             continue
         value, size = float(processes.mean(loss)), float(whole(norm))  # waits for the device
         now = time.monotonic()
-        if not (math.isfinite(value) and math.isfinite(size)):
+        if not math.isfinite(value + size):
             rollbacks += 1
             if rollbacks > _MAX_ROLLBACKS or not state_path.exists():
                 raise DataError(f"the loss is {value} at step {state.step}; lower 'lr' in the recipe")

@@ -345,4 +345,6 @@ def test_a_run_leaves_prompts_to_measure_on_and_the_calibration_in_log_and_page(
     events = [json.loads(line) for line in (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "calibration"
     assert {name: events[-1][name] for name in ("ece_before", "ece_after")}.items() <= figures.items()
-    assert "confidences as written, calibration error" in (tmp_path / "out" / "curves.html").read_text()
+    page = (tmp_path / "out" / "curves.html").read_text()
+    assert "confidences as written, calibration error" in page
+    assert "not finished" not in page
