@@ -134,8 +134,6 @@ def run_documents(
         taps = drafter_config.target_layer_ids
         sha256, processes = provenance["target_sha256"], join(options.device)
         cache = open_cache(features, packed, target, taps, sha256, options.report, processes)
-    if join(options.device).is_first:
-        write_prompts(held_out, Tokenizer.from_dir(target_folder), options.out / HELD_OUT)
     drafter, figures = train_drafter(
         replace(loaded, batch_rows=rows),
         target=target,
@@ -150,6 +148,8 @@ def run_documents(
         echo=options.echo,
         where=str(recipe),
     )
+    if join(options.device).is_first:
+        write_prompts(held_out, Tokenizer.from_dir(target_folder), options.out / HELD_OUT)
     has_confidence = isinstance(drafter, DSparkDrafter) and drafter.confidence_weight is not None
     if has_confidence and join(options.device).is_first:
         assert isinstance(drafter, DSparkDrafter)
@@ -175,7 +175,6 @@ def write_prompts(documents: Sequence[Document], tokenizer: Tokenizer, path: Pat
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if tokenizer.encode(text) == ids:
             lines.append(json.dumps({"id": document.id, "prompt": text}) + "\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, "".join(lines))
 
 
