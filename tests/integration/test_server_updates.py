@@ -310,6 +310,28 @@ def test_a_drafter_of_another_shape_leaves_the_old_one(
     assert up.client.get("/metrics").status_code == 200
 
 
+def test_counters_go_on_and_the_cache_is_described_anew(
+    up: RunningServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    names = ("generation_tokens_total", "prompt_tokens_total", "spec_decode_num_drafts_total")
+    tokens(up)
+    before = {name: up.metric(name) for name in names}
+    assert all(before.values())
+    size = up.service.engine.llm.engine.kv_bytes
+    assert up.metric("cache_config_info", kv_cache_memory_bytes=str(size)) == 1
+    shape = {"vocab_size": VOCAB, "draft_vocab_size": VOCAB, "num_target_layers": 4, "num_hidden_layers": 1}
+    taps = {"target_layer_ids": [0, 2, 3], "mask_token_id": 5, "causal": True}
+    layers = {"layer_types": ["sliding_attention"], "block_size": 4, "dflash_config": taps}
+    save_drafter(random_drafter(laguna_json(**shape, **layers)), tmp_path / "small")
+    up.ok("/update_weights", drafter=str(tmp_path / "small"))
+    assert {name: up.metric(name) for name in names} == before
+    now = up.service.engine.llm.engine.kv_bytes
+    assert now != size
+    assert up.metric("cache_config_info") == up.metric("cache_config_info", kv_cache_memory_bytes=str(now))
+    tokens(up)
+    assert up.metric("generation_tokens_total") == before["generation_tokens_total"] + BODY["max_tokens"]
+
+
 def test_the_description_says_what_a_second_update_does(up: RunningServer) -> None:
     operation = up.client.get("/openapi.json").json()["paths"]["/update_weights"]["post"]
     assert "waits for its turn" in operation["description"]

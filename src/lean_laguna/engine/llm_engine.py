@@ -244,6 +244,12 @@ class LLMEngine:
         """Return counts since the engine was made, and what is in use now."""
         return self._counters.snapshot(self.scheduler, self._draft_lengths.explain())
 
+    def count_on(self, other: LLMEngine) -> None:
+        """Begin with the counts of an engine that this one takes the place of; before the first request."""
+        self._counters = other._counters
+        mine, others = self.scheduler, other.scheduler
+        mine.num_prompt_tokens, mine.num_cached_tokens = others.num_prompt_tokens, others.num_cached_tokens
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts."""
         if self.scheduler.prefix_cache is not None:

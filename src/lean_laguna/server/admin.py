@@ -92,6 +92,7 @@ async def update_weights(service: Service, request: Request) -> Response:
             await _drain(service)
             await service.engine.call(lambda llm: _exchange(service.engine, llm, body))
             service.weights_changed(body.version)
+            service.metrics.loaded(service.llm)
             answer: dict[str, Any] = {"status": "ok", "weights_version": service.weights_version}
             await service.engine.call(lambda llm: heap.settle())
         finally:

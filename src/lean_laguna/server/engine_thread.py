@@ -116,6 +116,8 @@ class EngineThread:
     def replace(self, llm: LLM) -> None:
         """Serve with another engine; for a command, on the engine's thread, while no request runs."""
         assert not self._streams
+        assert self._llm is not None
+        llm.engine.count_on(self._llm.engine)
         self._llm = llm
 
     def give_up(self, error: Exception) -> None:

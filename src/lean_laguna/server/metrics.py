@@ -61,11 +61,12 @@ class Metrics:
             for reason in ("stop", "length", "abort", "error")
         }
         self._last_token_s: dict[tuple[str, int], float] = {}
+        self._cache: Gauge | None = None
         self._state = _EngineMetrics(self._labels)
         self._registry.register(self._state)
 
     def loaded(self, llm: LLM) -> None:
-        """Describe an engine that is ready."""
+        """Describe the engine that serves from now on."""
         config, pools = llm.config, llm.engine.scheduler.pools
         info = {
             "block_size": str(config.kv_block_size),
@@ -74,13 +75,15 @@ class Metrics:
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "kv_cache_memory_bytes": str(llm.engine.kv_bytes),
         }
-        gauge = Gauge(
-            "vllm:cache_config_info",
-            "How the KV cache is set up.",
-            [*info, "engine"],
-            registry=self._registry,
-        )
-        gauge.labels(*info.values(), "0").set(1)
+        if self._cache is None:
+            self._cache = Gauge(
+                "vllm:cache_config_info",
+                "How the KV cache is set up.",
+                [*info, "engine"],
+                registry=self._registry,
+            )
+        self._cache.clear()
+        self._cache.labels(*info.values(), "0").set(1)
 
     def token(self, request: RequestState, delta: CompletionDelta) -> None:
         """Record that a completion grew."""
