@@ -15,6 +15,7 @@ from lean_laguna.core.errors import ConfigError
         ("--html", "page.html"),
         ("--demo",),
         ("--num-prompts", "3"),
+        ("--repeats", "1"),
         ("--speculative-config", '{"model": "nano-dflash"}'),
     ],
 )
