@@ -226,6 +226,16 @@ def test_who_is_aborted_learns_why_and_who_waits_is_served(
     assert asked.join()["choices"][0]["token_ids"] == tokens(up)
 
 
+@pytest.mark.parametrize("wrong", [{"checkpoint": "no-such-model"}, {"drafter": "no-such-drafter"}, {}])
+def test_what_is_wrong_at_sight_ends_and_holds_nobody(up: RunningServer, wrong: dict[str, str]) -> None:
+    up.ok("/pause")
+    kept = Later(up.post, "/v1/completions", **LONG)
+    wait_until(lambda: up.service.engine.num_live_seqs == 1)
+    assert up.post("/update_weights", **wrong, mode="abort").status_code == 400
+    up.ok("/resume")
+    assert kept.join().json()["usage"]["completion_tokens"] == 200
+
+
 def test_a_reader_of_an_old_reply_that_leaves_late_ends_nobody_else_s(
     up: RunningServer, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -142,9 +144,8 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
-    comparing = None
-    if drafter_folder is not None and (trained_for := recorded_target(drafter_folder)) is not None:
-        comparing = _compare_meanwhile(drafter_folder, trained_for, folder)
+    is_recorded = drafter_folder is not None and recorded_target(drafter_folder) is not None
+    served = _hash_meanwhile(folder) if is_recorded else None
     if is_quantised(folder) and not wants_kernels(config.kernels, device):
         _say_decoded(folder, "target", dtype)
     target = load_laguna(
@@ -161,8 +162,9 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
             _say_decoded(drafter_folder, "drafter", dtype)
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
-    if comparing is not None:
-        comparing.join(_PATIENCE_S)
+    if served is not None and drafter_folder is not None:
+        wait([served], _PATIENCE_S)
+        served.add_done_callback(partial(_compare, drafter_folder, folder))
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
 
@@ -189,28 +191,31 @@ def give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _compare_meanwhile(drafter_folder: Path, trained_for: str, folder: Path) -> Thread:
-    """Start to find out whether a drafter was trained for this target, and say it where it was not.
-
-    Hashing a large checkpoint may take longer than loading it: nobody waits for that.
-    """
+def _hash_meanwhile(folder: Path) -> Future[str]:
+    """Start hashing a checkpoint: a large one may take longer than it takes to load, and nobody waits."""
+    hashed: Future[str] = Future()
 
     def work() -> None:
         try:
-            found = checkpoint_hash(folder)
-        except OSError:
-            return  # who loads it says what is wrong
-        if found != trained_for:
-            print(
-                f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config "
-                f"records target_sha256 {trained_for:.12}, this one's is {found:.12}): fewer of its drafts "
-                "may be accepted; the output is right",
-                file=sys.stderr,
-            )
+            hashed.set_result(checkpoint_hash(folder))
+        except BaseException as error:
+            hashed.set_exception(error)
 
-    comparing = Thread(target=work, name="compare", daemon=True)
-    comparing.start()
-    return comparing
+    Thread(target=work, name="hash", daemon=True).start()
+    return hashed
+
+
+def _compare(drafter_folder: Path, folder: Path, hashed: Future[str]) -> None:
+    """Say in one line where a drafter was trained for another target than the one it is used with."""
+    trained_for = recorded_target(drafter_folder)
+    if trained_for is None or hashed.exception() is not None or hashed.result() == trained_for:
+        return
+    print(
+        f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config records "
+        f"target_sha256 {trained_for:.12}, this one's is {hashed.result():.12}): fewer of its drafts may be "
+        "accepted; the output is right",
+        file=sys.stderr,
+    )
 
 
 def _say_decoded(folder: Path, what: str, dtype: torch.dtype) -> None:

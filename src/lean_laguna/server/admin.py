@@ -82,6 +82,8 @@ async def update_weights(service: Service, request: Request) -> Response:
     body, _ = await service.body(request, UpdateWeightsRequest)
     if body.checkpoint is None and body.drafter is None:
         raise bad_request("give a 'checkpoint', a 'drafter', or both", "checkpoint")
+    # A wrong one should not cost the requests that run.
+    await asyncio.to_thread(check_checkpoints, _renamed(service.llm.config, body))
     async with service.updating:
         service.gate.hold(_UPDATE)
         try:
