@@ -6,6 +6,7 @@ were chosen from.
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import weakref
@@ -19,8 +20,10 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with PyT
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine import gpu_programs
+from lean_laguna.engine.gpu_engine import GpuEngine
+from lean_laguna.spec.dspark_proposer import make_proposer
 from support.engines import assert_nothing_held, run_all, tokens_of
-from support.gpu import EOS, toy_engine
+from support.gpu import EOS, toy_config, toy_drafter, toy_engine, toy_target, toy_tokenizer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
 
@@ -130,7 +133,12 @@ def test_the_device_is_told_of_pages_for_many_steps_at_once(monkeypatch):
 
 
 def test_an_engine_that_is_released_holds_no_memory_of_the_device():
-    engine = toy_engine(3)
+    target, drafter = (
+        copy.deepcopy(toy_target()),
+        copy.deepcopy(toy_drafter("dflash")),
+    )  # others go on with theirs
+    proposer = make_proposer(drafter, target)
+    engine = GpuEngine(target, toy_tokenizer(), proposer, toy_config(), num_speculative_tokens=3)
     engine.add_request(list(range(3, 12)), params(0, 4))
     run_all(engine)
     programs = engine.programs

@@ -151,8 +151,9 @@ class Staging:
 
     def __init__(self, device: torch.device):
         """Set one aside for a device."""
-        self._block = Block.allocate("cpu", pinned=device.type == "cuda")
-        self._end = torch.cuda.Event() if device.type == "cuda" else None
+        self._is_gpu = device.type == "cuda"
+        self._block = Block.allocate("cpu", pinned=self._is_gpu)
+        self._end: torch.cuda.Event | None = None
 
     def clear(self) -> Block:
         """Return it all zeros, once nothing of what it held is still to be copied."""
@@ -163,7 +164,8 @@ class Staging:
 
     def leave(self) -> None:
         """Note that the host asks for no more copies."""
-        if self._end is not None:
+        if self._is_gpu:
+            self._end = self._end or torch.cuda.Event()
             self._end.record()
 
 
