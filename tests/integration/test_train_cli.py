@@ -158,6 +158,18 @@ def test_a_mistake_is_one_line(words, message, tmp_path, monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--out", "--work"])
+def test_a_file_is_no_folder_to_train_into(flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("mine")
+    words = ["--target", "nano", "--documents", "answers.jsonl", "--out", "new", flag, "afile"]
+    assert main(["train", "drafter", *words]) == 2
+    err = capsys.readouterr().err
+    assert f"{flag} afile: is a file" in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
 def test_an_unknown_key_of_a_recipe_is_named(folders, tmp_path, capsys):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("bach_rows = 3\n" + (folders / "recipes" / "target.toml").read_text())

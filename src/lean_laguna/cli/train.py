@@ -240,10 +240,14 @@ def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo:
 
     torch.set_float32_matmul_precision("high")
     budget = DEFAULT_SECONDS if args.budget is None else args.budget
+    work = args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work
+    for flag, folder in (("--out", args.out), ("--work", work)):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{flag} {folder}: is a file; give a folder, or a name for a new one")
     return StageOptions(
         data=args.data,
         out=args.out,
-        work=args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work,
+        work=work,
         device=own_device(resolve_device(args.device or "auto")),
         started=started,
         # Documents are read for the recipe's epochs where nothing else is asked for.
