@@ -281,7 +281,7 @@ class Lanes:
         return lane
 
     def drop(self, lane: Lane) -> None:
-        """Let go of a lane that has nothing under way."""
+        """Let go of a lane; of what it has under way nobody reads what it says."""
         if self._loaded is lane:
             self._loaded = None
         lane.is_loaded = False

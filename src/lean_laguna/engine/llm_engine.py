@@ -227,6 +227,11 @@ class LLMEngine:
     def forget_ahead(self) -> None:
         """Go on from what was committed: drop what was computed beyond it. Nothing where steps end whole."""
 
+    def take_committed(self) -> list[CompletionDelta]:
+        """Return what a step that failed had committed, which else comes with the next one."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
     @torch.inference_mode()  # a fifth faster than no_grad on a small model
     def step(self) -> list[CompletionDelta]:
         """Compute one step and return what it added, completion by completion; empty if there is no work."""

@@ -132,9 +132,10 @@ def _exchange(thread: EngineThread, llm: LLM, body: UpdateWeightsRequest) -> Non
     try:
         thread.replace(_loaded(config, llm))
     except Exception as error:
-        failure = error.with_traceback(None)  # its frames hold what was loaded so far
+        failure = error
     if failure is None:
         return
+    _forget_frames(failure)
     log.error("%s cannot be loaded (%s); loading %s again", config.model, failure, llm.config.model)
     heap.settle()
     give_back_memory()
@@ -156,6 +157,14 @@ def _make_room(llm: LLM) -> None:
     llm.engine.release()
     heap.settle()
     give_back_memory()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an error, and of those that led to it: they hold what was loaded so far."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
 
 
 def _renamed(config: EngineConfig, body: UpdateWeightsRequest) -> EngineConfig:

@@ -32,6 +32,7 @@ def step_one_by_one(engine: LLMEngine) -> tuple[list[CompletionDelta], dict[str,
         except Exception as error:
             failed[request.request_id] = error
     engine.forget_ahead()
+    deltas += engine.take_committed()  # where the last one failed, nobody's step has brought it
     scheduler.waiting = waiting
     scheduler.running = [sequence for sequence in running if sequence.is_admitted]
     for request_id in failed:

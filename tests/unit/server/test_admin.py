@@ -3,6 +3,7 @@ import types
 import weakref
 
 import pytest
+import torch
 
 from lean_laguna.core.errors import CheckpointError, ConfigError
 from lean_laguna.core.types import SamplingParams
@@ -105,6 +106,31 @@ def test_weights_that_cannot_be_loaded_after_all_bring_the_old_ones_back(on_a_ca
     assert loads == [("damaged", True), ("nano", True)]
     assert said(thread.llm) == expected
     assert thread.error is None
+
+
+def test_what_was_loaded_before_the_fault_has_left_too(on_a_card, monkeypatch):
+    """A reader's own error, told in other words, holds the frames of the reader: half of the new weights."""
+    llm, _ = on_a_card
+    held, is_gone, load = [], [], admin.load_engine
+
+    def read():
+        half = torch.zeros(8)
+        held.append(weakref.ref(half))
+        raise ValueError("no such tensor")
+
+    def fails_at_first(config):
+        if held:
+            is_gone.append(held[0]() is None)
+            return load(config)
+        try:
+            return read()
+        except ValueError as error:
+            raise CheckpointError(f"damaged: {error}") from None
+
+    monkeypatch.setattr(admin, "load_engine", fails_at_first)
+    with pytest.raises(CheckpointError, match="no such tensor"):
+        admin._exchange(Thread(), llm, UpdateWeightsRequest(checkpoint="nano"))
+    assert is_gone == [True]
 
 
 def test_without_any_weights_the_server_says_so(on_a_card, monkeypatch):

@@ -48,6 +48,30 @@ def test_only_the_request_at_fault_is_ended_and_no_output_is_lost(monkeypatch, s
     assert_nothing_held(engine)
 
 
+def test_who_ends_in_the_step_that_fails_is_told_though_nobody_else_goes_on(monkeypatch):
+    engine = make_engine()
+    params = [SamplingParams(max_tokens=4 + 9 * i, ignore_eos=True, seed=i) for i in range(2)]
+    ending, wrong = (engine.add_request(tokens_of(i, 9), own) for i, own in enumerate(params))
+    commit = SamplingRequest.commit
+
+    def failing(self, token_ids):
+        if self.seed == 1 and ending.is_finished:
+            raise RuntimeError("at fault")
+        commit(self, token_ids)
+
+    monkeypatch.setattr(SamplingRequest, "commit", failing)
+    deltas, failed = [], {}
+    while engine.has_unfinished:
+        try:
+            deltas += engine.step()
+        except RuntimeError:
+            more, failed = step_one_by_one(engine)
+            deltas += more
+    assert list(failed) == [wrong.request_id]
+    assert [delta.request_id for delta in deltas if delta.is_request_finished] == [ending.request_id]
+    assert_nothing_held(engine)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
 @pytest.mark.parametrize("num_drafts", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_where_steps_run_ahead_a_fault_found_late_is_nobody_else_s(monkeypatch, num_drafts):
