@@ -170,6 +170,18 @@ def test_a_file_is_no_folder_to_train_into(flag, tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
 
 
+def test_a_run_into_the_working_folder_has_its_work_beside_it(tmp_path, monkeypatch, capsys):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "here-work").write_text("mine")
+    words = ["--target", "nano", "--documents", "answers.jsonl", "--out", "."]
+    assert main(["train", "drafter", *words]) == 2
+    err = capsys.readouterr().err
+    assert f"--work {tmp_path / 'here-work'}: is a file" in err
+    assert err.count("\n") == 1
+
+
 def test_an_unknown_key_of_a_recipe_is_named(folders, tmp_path, capsys):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("bach_rows = 3\n" + (folders / "recipes" / "target.toml").read_text())

@@ -240,7 +240,8 @@ def _options(args: argparse.Namespace, started: float, terminal: Terminal, echo:
 
     torch.set_float32_matmul_precision("high")
     budget = DEFAULT_SECONDS if args.budget is None else args.budget
-    work = args.out.with_name(f"{args.out.name}-work") if args.work is None else args.work
+    beside = args.out if args.out.name.strip(".") else args.out.resolve()
+    work = Path(f"{beside}-work") if args.work is None else args.work
     for flag, folder in (("--out", args.out), ("--work", work)):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{flag} {folder}: is a file; give a folder, or a name for a new one")

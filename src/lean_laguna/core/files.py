@@ -76,7 +76,8 @@ def sole_writer(target: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process is writing there, or nobody can.
     """
-    lock = target.with_name(f".{target.name}.lock")
+    place = Path(os.path.abspath(target))  # "." has no name
+    lock = place.parent / f".{place.name}.lock"
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:

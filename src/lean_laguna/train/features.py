@@ -6,7 +6,6 @@ which is applied on reading. Shards are plain arrays, memory-mapped.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from lean_laguna.core.errors import ConfigError, DataError
 from lean_laguna.core.files import (
     atomic_write_json,
     atomic_writer,
+    hold_folder,
     parse_json,
     remove_unfinished,
-    sole_writer,
 )
 from lean_laguna.models.laguna import LagunaForCausalLM
 from lean_laguna.train.documents import Packed
@@ -125,26 +124,25 @@ def open_cache(
         "rows_per_shard": per_shard,
     }
     starts = range(0, len(packed.tokens), per_shard)
-    with contextlib.ExitStack() as alone:
-        if processes.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            if _missing(folder, len(starts)) or not (folder / META).exists():
-                alone.enter_context(sole_writer(folder))
-                remove_unfinished(folder)
-            _claim(folder, meta)
-        processes.wait()  # what is unfinished has been removed: from here on it is another's at work
-        missing = _missing(folder, len(starts))
-        if missing:
-            needed = sum(min(per_shard, len(packed.tokens) - starts[i]) for i in missing) * row_bytes
-            report(f"features: {needed:,} bytes to write to {folder} ({row_bytes // length:,} a token)")
-            _check_room(folder, needed)
-        for i in missing:
-            if i % processes.count != processes.rank:
-                continue
-            rows = torch.arange(starts[i], min(starts[i] + per_shard, len(packed.tokens)))
-            _write_shard(_shard(folder, i), packed, target, layer_ids, rows)
-            report(f"features: shard {i + 1} of {len(starts)} written")
-        processes.wait()
+    if processes.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _missing(folder, len(starts)) or not (folder / META).exists():
+            hold_folder(folder)
+            remove_unfinished(folder)
+        _claim(folder, meta)
+    processes.wait()  # what is unfinished has been removed: from here on it is another's at work
+    missing = _missing(folder, len(starts))
+    if missing:
+        needed = sum(min(per_shard, len(packed.tokens) - starts[i]) for i in missing) * row_bytes
+        report(f"features: {needed:,} bytes to write to {folder} ({row_bytes // length:,} a token)")
+        _check_room(folder, needed)
+    for i in missing:
+        if i % processes.count != processes.rank:
+            continue
+        rows = torch.arange(starts[i], min(starts[i] + per_shard, len(packed.tokens)))
+        _write_shard(_shard(folder, i), packed, target, layer_ids, rows)
+        report(f"features: shard {i + 1} of {len(starts)} written")
+    processes.wait()
     shards = []
     for i, start in enumerate(starts):
         count = min(per_shard, len(packed.tokens) - start)

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -209,6 +210,14 @@ def test_of_two_processes_the_second_is_told_and_a_killed_one_holds_nothing(kind
             other.kill()
     take()
     assert not (tmp_path / ".out.lock").exists()
+
+
+def test_the_working_folder_has_one_writer_too(tmp_path, monkeypatch):
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    with sole_writer(Path()):
+        assert [path.name for path in tmp_path.iterdir() if path != place] == [".here.lock"]
 
 
 def test_a_place_that_nobody_can_write_is_named_before_the_work(tmp_path):

@@ -1,12 +1,16 @@
+import contextlib
 import dataclasses
+import fcntl
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+from lean_laguna.core import files
 from lean_laguna.core.errors import ConfigError
-from lean_laguna.core.files import sole_writer
 from lean_laguna.train import features
 from lean_laguna.train.documents import Document, pack
 from lean_laguna.train.features import open_cache
@@ -72,6 +76,21 @@ def test_several_processes_share_the_shards_and_leave_those_of_one(target, packe
     )
 
 
+@contextlib.contextmanager
+def held(folder):
+    """As another process holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    yield
+    os.close(handle)
+
+
+def test_a_cache_may_lie_in_the_working_folder(target, packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_cache(Path(), packed, target, TAPS, "x")
+    assert (tmp_path / "features-00000.bf16").exists()
+
+
 def test_a_cache_that_another_run_is_writing_is_left_alone_and_a_whole_one_read_by_several(
     target, packed, tmp_path
 ):
@@ -79,11 +98,12 @@ def test_a_cache_that_another_run_is_writing_is_left_alone_and_a_whole_one_read_
     folder.mkdir()
     begun = folder / ".features-00000.bf16.x.tmp"
     begun.write_bytes(b"of a run at work")
-    with sole_writer(folder), pytest.raises(ConfigError, match="features: another process is writing there"):
+    with held(folder), pytest.raises(ConfigError, match="features: another process is writing there"):
         open_cache(folder, packed, target, TAPS, "x")
     assert [file.name for file in folder.iterdir()] == [begun.name]
     whole = open_cache(folder, packed, target, TAPS, "x")
     assert not begun.exists()
-    with sole_writer(folder):
+    os.close(files._HELD_FOLDERS.pop(os.path.realpath(folder)))  # as if this process had ended
+    with held(folder):
         again = open_cache(folder, packed, target, TAPS, "x")
     assert all(torch.equal(*pair) for pair in zip(whole.shards, again.shards, strict=True))
