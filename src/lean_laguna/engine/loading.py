@@ -144,8 +144,8 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
-    is_recorded = drafter_folder is not None and recorded_target(drafter_folder) is not None
-    served = _hash_meanwhile(folder) if is_recorded else None
+    trained_for = recorded_target(drafter_folder) if drafter_folder is not None else None
+    served = _hash_meanwhile(folder) if trained_for is not None else None
     if is_quantised(folder) and not wants_kernels(config.kernels, device):
         _say_decoded(folder, "target", dtype)
     target = load_laguna(
@@ -162,9 +162,9 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
             _say_decoded(drafter_folder, "drafter", dtype)
         _prepare_drafter(drafter, config)
         proposer = make_proposer(drafter, target)
-    if served is not None and drafter_folder is not None:
+    if served is not None and drafter_folder is not None and trained_for is not None:
         wait([served], _PATIENCE_S)
-        served.add_done_callback(partial(_compare, drafter_folder, folder))
+        served.add_done_callback(partial(_compare, drafter_folder, folder, trained_for))
     make = engine_type(target, proposer, config.kernels, device)
     return make(target, tokenizer, proposer, config), folder
 
@@ -205,10 +205,9 @@ def _hash_meanwhile(folder: Path) -> Future[str]:
     return hashed
 
 
-def _compare(drafter_folder: Path, folder: Path, hashed: Future[str]) -> None:
+def _compare(drafter_folder: Path, folder: Path, trained_for: str, hashed: Future[str]) -> None:
     """Say in one line where a drafter was trained for another target than the one it is used with."""
-    trained_for = recorded_target(drafter_folder)
-    if trained_for is None or hashed.exception() is not None or hashed.result() == trained_for:
+    if hashed.exception() is not None or hashed.result() == trained_for:
         return
     print(
         f"lean-laguna: {drafter_folder}: was trained for another target than {folder} (its config records "

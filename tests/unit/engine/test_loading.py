@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -161,6 +162,22 @@ def test_a_drafter_of_another_checkpoint_is_told_once_and_served(tmp_path, capsy
     assert f"{drafter}: was trained for another target than {target}" in line
     assert "abababababab" in line
     assert checkpoint_hash(target)[:12] in line
+
+
+def test_a_drafter_that_has_gone_by_the_time_a_hash_is_known_is_still_told_of(tmp_path, monkeypatch, capsys):
+    target, drafter = write_tiny_target(tmp_path / "target"), write_tiny_drafter(tmp_path / "drafter")
+    config = drafter / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"provenance": {"target_sha256": "ab"}}))
+    hashed = Future()
+    monkeypatch.setattr("lean_laguna.engine.loading._hash_meanwhile", lambda folder: hashed)
+    monkeypatch.setattr("lean_laguna.engine.loading._PATIENCE_S", 0.0)
+    load_engine(EngineConfig.from_dict({"model": str(target), "speculative": {"model": str(drafter)}}))
+    assert capsys.readouterr().err == ""
+    config.unlink()
+    hashed.set_result("cd")
+    err = capsys.readouterr().err
+    assert f"{drafter}: was trained for another target than {target}" in err
+    assert err.count("\n") == 1
 
 
 def test_the_packaged_drafters_are_of_the_packaged_target(capsys):
