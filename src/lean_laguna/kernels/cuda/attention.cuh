@@ -25,6 +25,7 @@
 #define TILE (2 * KEYS * STRIDE)
 #define SUM_STRIDE (P + 8)
 static_assert(KEY_PARTS % CLUSTER == 0 && CLUSTER % LEAST == 0 && CLUSTER <= 8, "parts are shared out evenly");
+static_assert(CLUSTER <= 2 * LEAST, "a cluster is one crew or two");
 #define SLICES (P / 8)
 #define WIDTH ((H + 2 * J) * P + (GATE ? H : 0))
 #define HALF (ROTARY / 2)
