@@ -220,7 +220,7 @@ def train(
             grad_norm=round(size, 3), tok_per_s=round(per_second * task.tokens_per_step),
             eta_s=round(_seconds_left(budget, state.step, now - started, per_second)), **task.details(),
         )  # fmt: skip
-        last_log, logged_step = now, state.step
+        logged_step = state.step
         if processes.agree(now - last_val >= val_every_s and progress < 0.97):
             log.write("val", step=state.step, **task.validate())
             last_val = time.monotonic()
@@ -228,7 +228,7 @@ def train(
             _save(state_path, task, optimizer, state, processes)
             task.export()
             last_save = time.monotonic()
-        progress = used()
+        progress, last_log = used(), time.monotonic()  # what has just been done is no part of a step
     task.export()  # first: what is on disk survives a limit that strikes during validation
     _save(state_path, task, optimizer, state, processes)
     result = task.validate()

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ class OneWeight:
 def run(task, folder, **limits):
     log = RunLog(folder / "log.jsonl", echo=lambda kind, values: None)
     log.open(is_resumed=False)
-    train(task, OptimizerRecipe(), Budget(steps=7), folder, log, val_every_s=1e9, log_every=4, **limits)
+    limits = {"val_every_s": 1e9, "save_every_s": 1e9, "log_every": 4} | limits
+    train(task, OptimizerRecipe(), Budget(steps=7), folder, log, **limits)
     return log
 
 
@@ -145,3 +147,12 @@ def test_slow_steps_are_told_and_saved_whatever_the_log_asks_for(tmp_path, monke
     log = run(task, tmp_path, save_every_s=0.0)
     assert events(log.path) == [*(("step", step) for step in range(1, 8)), ("final", 7)]
     assert len(task.exported) == 7
+
+
+def test_what_is_measured_between_steps_does_not_count_as_theirs(tmp_path):
+    task = OneWeight([], is_lasting=False)
+    task.validate = lambda: time.sleep(0.1) or {}
+    log = run(task, tmp_path, val_every_s=0.0, log_every=1)
+    steps = [row for row in map(json.loads, log.path.read_text().splitlines()) if row["event"] == "step"]
+    assert len(steps) == 7
+    assert all(row["tok_per_s"] > 10 for row in steps)  # 0.1 s each, with a validation in it
