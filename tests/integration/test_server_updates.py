@@ -236,6 +236,23 @@ def test_what_is_wrong_at_sight_ends_and_holds_nobody(up: RunningServer, wrong: 
     assert kept.join().json()["usage"]["completion_tokens"] == 200
 
 
+def test_a_checkpoint_without_a_chat_template_ends_nobody(
+    up: RunningServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["two"], tmp_path / "bare")
+    config = tmp_path / "bare" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": None}))
+    (tmp_path / "bare" / "chat_template.jinja").unlink(missing_ok=True)
+    up.ok("/pause")
+    kept = Later(up.post, "/v1/completions", **LONG)
+    wait_until(lambda: up.service.engine.num_live_seqs == 1)
+    answer = up.post("/update_weights", checkpoint=str(tmp_path / "bare"), mode="abort")
+    assert answer.status_code == 400
+    assert "no chat template" in answer.text
+    up.ok("/resume")
+    assert kept.join().json()["usage"]["completion_tokens"] == 200
+
+
 def test_a_reader_of_an_old_reply_that_leaves_late_ends_nobody_else_s(
     up: RunningServer, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from lean_laguna.core.config import EngineConfig
 from lean_laguna.engine.llm import LLM
 from lean_laguna.engine.loading import check_checkpoints, give_back_memory, load_engine
 from lean_laguna.models.catalog import resolve_model
+from lean_laguna.models.chat_template import ChatTemplate, check_role_tokens
 from lean_laguna.models.tokenizer import Tokenizer
 from lean_laguna.server.engine_thread import EngineThread
 from lean_laguna.server.errors import bad_request
@@ -83,7 +84,8 @@ async def update_weights(service: Service, request: Request) -> Response:
     if body.checkpoint is None and body.drafter is None:
         raise bad_request("give a 'checkpoint', a 'drafter', or both", "checkpoint")
     # A wrong one should not cost the requests that run.
-    await asyncio.to_thread(check_checkpoints, _renamed(service.llm.config, body))
+    llm = service.llm
+    await asyncio.to_thread(_check, _renamed(llm.config, body), llm)
     async with service.updating:
         service.gate.hold(_UPDATE)
         try:
@@ -125,8 +127,7 @@ def _exchange(thread: EngineThread, llm: LLM, body: UpdateWeightsRequest) -> Non
     if not _leaves_first(llm):
         thread.replace(_loaded(config, llm))
         return
-    check_checkpoints(config)
-    _check_tokens(Tokenizer.from_dir(resolve_model(config.model)), llm)
+    _check(config, llm)
     _make_room(llm)
     failure: Exception | None = None
     try:
@@ -189,6 +190,15 @@ def _loaded(config: EngineConfig, before: LLM) -> LLM:
     _ = updated.chat_template  # one that does not compile is known now, not at the first request
     log.warning("now serving %s", folder)
     return updated
+
+
+def _check(config: EngineConfig, before: LLM) -> None:
+    """Refuse what cannot take the place of an engine, as far as that is known without reading a weight."""
+    check_checkpoints(config)
+    folder = resolve_model(config.model)
+    tokenizer = Tokenizer.from_dir(folder)
+    _check_tokens(tokenizer, before)
+    check_role_tokens(ChatTemplate.from_dir(folder), tokenizer, str(folder))
 
 
 def _check_tokens(tokenizer: Tokenizer, before: LLM) -> None:

@@ -95,6 +95,20 @@ def test_a_checkpoint_that_headers_give_away_leaves_the_old_one_serving(on_a_car
     assert said(llm) == expected
 
 
+@pytest.mark.parametrize("template", [None, "{% if %}"])
+def test_a_checkpoint_without_a_chat_template_leaves_the_old_one_serving(template, on_a_card, tmp_path):
+    llm, loads = on_a_card
+    for file in llm.folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match="template"):
+        admin._exchange(Thread(), llm, UpdateWeightsRequest(checkpoint=str(tmp_path)))
+    assert not loads
+    assert said(llm)
+
+
 def test_weights_that_cannot_be_loaded_after_all_bring_the_old_ones_back(on_a_card, monkeypatch):
     llm, loads = on_a_card
     expected, thread = said(llm), Thread()
