@@ -179,7 +179,7 @@ DEVICE bool find_next(const Shared &shared, const Crew &crew, int index, int num
     if (is_there) arrive_at_cluster();
     return is_there;
 }
-// Nothing to do for any of the cluster: leave room. A grid must not end before the one ahead of it has.
+// Nothing to do for the crew: leave room. A grid must not end before the one ahead of it has.
 DEVICE void leave_room() {
     if (blockIdx.x < CLUSTER) {
         let_next_start();

@@ -4,6 +4,7 @@
 // A program has a multiprocessor to itself, and several splits and parts, one after the other. So the warps' sums have room
 // of their own, and a warp's next keys and values come while it has to do with those before, of whichever part they are.
 #include "attention.cuh"
+static_assert(LEAST == CLUSTER, "a crew is the cluster");
 
 // The splits of a program in the order in which it takes them: part by part.
 struct Walk {
