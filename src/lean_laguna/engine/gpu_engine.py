@@ -324,7 +324,8 @@ class GpuEngine(LLMEngine):
     def _prepare(self, sequence: SequenceState) -> int:
         """Make the tables cover what launched steps and many more may write; returns up to which position."""
         left = sequence.max_positions - sequence.num_computed
-        span, size = min(self._limits.rows_per_step(_PAGES_FOR), left), self._limits.kv_block_size
+        wanted, size = max(_PAGES_FOR, self._limits.decode_span), self._limits.kv_block_size
+        span = min(self._limits.rows_per_step(wanted), left)
         self.scheduler.prepare(sequence, span)
         return -(-(sequence.num_computed + span) // size) * size
 

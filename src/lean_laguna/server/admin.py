@@ -128,9 +128,9 @@ def _exchange(thread: EngineThread, llm: LLM, body: UpdateWeightsRequest) -> Non
         thread.replace(_loaded(config, llm))
         return
     _check(config, llm)
-    _make_room(llm)
     failure: Exception | None = None
     try:
+        _make_room(llm)
         thread.replace(_loaded(config, llm))
     except Exception as error:
         failure = error
