@@ -52,9 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what cannot run here, whichever tests were asked for."""
     if torch.cuda.is_available():
-        return
-    missing = {"gpu"} if shutil.which("g++") else {"gpu", "emulated"}
-    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
+        impossible = {"interpreted"}
+    else:
+        impossible = {"gpu"} if shutil.which("g++") else {"gpu", "emulated"}
+    left_out = [item for item in items if any(map(item.get_closest_marker, impossible))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

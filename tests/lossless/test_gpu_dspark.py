@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch's CUDA builds")
 
@@ -16,7 +15,7 @@ from lean_laguna.spec.dspark_proposer import make_proposer
 from support.engines import assert_nothing_held, run_all, tokens_of
 from support.gpu import toy_config, toy_drafter, toy_engine, toy_target, toy_tokenizer
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
+pytestmark = pytest.mark.interpreted
 
 PROMPTS = [[token % 200 + 20 for token in tokens_of(i, n)] for i, n in enumerate((5, 11, 3))]
 

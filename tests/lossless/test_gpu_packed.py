@@ -17,7 +17,7 @@ from support.engines import run_all
 from support.gpu import LAYERS, toy_config, toy_tokenizer
 from support.quantised import convert, write_target
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
+pytestmark = pytest.mark.interpreted
 
 
 def said(folder, *, keep_packed):

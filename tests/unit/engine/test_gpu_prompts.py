@@ -11,7 +11,7 @@ from lean_laguna.core.types import SamplingParams
 from lean_laguna.engine.gpu_prompts import ChunkPrompts, RowPrompts
 from support.gpu import toy_engine
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
+pytestmark = pytest.mark.interpreted
 
 
 def test_both_ways_leave_the_same_keys_context_and_hidden_states():

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from lean_laguna.core.types import SamplingParams
 from lean_laguna.server.isolation import step_one_by_one
@@ -72,7 +71,7 @@ def test_who_ends_in_the_step_that_fails_is_told_though_nobody_else_goes_on(monk
     assert_nothing_held(engine)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="toy shapes are for the interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("num_drafts", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_where_steps_run_ahead_a_fault_found_late_is_nobody_else_s(monkeypatch, num_drafts):
     """What a step says of all its requests is read in one go, when further ones are under way."""
