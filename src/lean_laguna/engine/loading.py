@@ -136,12 +136,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Path]:
         print(f"lean-laguna: SYNTHETIC: {synthetic_note(config)}", file=sys.stderr)
     if config.load_format == "dummy":
         return _load_dummy(config, device, dtype), Path()
-    folder = resolve_model(config.model)
-    # Found before any weight is read: a wrong name or a wrong pair should not cost the target's loading time.
-    drafter_folder = resolve_model(config.speculative.model) if config.speculative else None
-    config_of_target = load_target_config(folder, attention_factor=config.attention_factor)
-    if drafter_folder is not None:
-        DFlashConfig.from_file(drafter_folder).check_target(config_of_target, str(drafter_folder))
+    folder, drafter_folder, config_of_target = _found(config)
     tokenizer = Tokenizer.from_dir(folder)
     check_room(config_of_target, dtype, device, config.kernels)
     trained_for = recorded_target(drafter_folder) if drafter_folder is not None else None
@@ -176,13 +171,23 @@ def check_checkpoints(config: EngineConfig) -> None:
         ConfigError: A value does not fit the checkpoint.
         CheckpointError: A checkpoint is missing, or its files are not what its config says.
     """
-    folder = resolve_model(config.model)
+    folder, drafter_folder, _ = _found(config)
     check_laguna(folder)
-    if config.speculative is not None:
-        drafter_folder = resolve_model(config.speculative.model)
-        target = load_target_config(folder, attention_factor=config.attention_factor)
-        DFlashConfig.from_file(drafter_folder).check_target(target, str(drafter_folder))
+    if drafter_folder is not None:
         check_drafter(drafter_folder)
+
+
+def _found(config: EngineConfig) -> tuple[Path, Path | None, LagunaConfig]:
+    """Return the folders of target and drafter, which belong together, and the target's config.
+
+    A wrong name or a wrong pair should not cost the target's loading time.
+    """
+    folder = resolve_model(config.model)
+    drafter_folder = resolve_model(config.speculative.model) if config.speculative else None
+    target = load_target_config(folder, attention_factor=config.attention_factor)
+    if drafter_folder is not None:
+        DFlashConfig.from_file(drafter_folder).check_target(target, str(drafter_folder))
+    return folder, drafter_folder, target
 
 
 def give_back_memory() -> None:
